@@ -19,6 +19,7 @@ import torch
 import transformers
 from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec.config.engine import EngineConfig
@@ -189,6 +190,44 @@ def blocks_file(path: Path, kind: GgufType, *, wide: bool) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+class Allocations(TorchDispatchMode):
+    """Record the storages that torch operations allocate, by address, and keep them alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            storage = out.untyped_storage()
+            self.storages.setdefault(storage.data_ptr(), storage)
+        return out
+
+    def sizes(self) -> list[int]:
+        return sorted((own.nbytes() for own in self.storages.values()), reverse=True)
+
+
+def test_a_rearranged_and_scaled_matrix_is_never_whole_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bfloat16 form and the rearranged copy are the only large allocations."""
+    kind = next(own for own in TYPES.values() if own.name == "NVFP4")
+    monkeypatch.setattr(DescribedFile, "keeps_integers", lambda *_: False)
+    file, name = (
+        blocks_file(tmp_path / "small.gguf", kind, wide=False),
+        "model.layers.0.self_attn.q_proj.weight",
+    )
+    expected = GgufTensors(file).get_tensor(name)
+    assert expected.shape == (256, 256) and expected.any()
+    monkeypatch.setattr(blocks, "ROUNDED", 1 << 12)
+    with Allocations() as made:
+        found = GgufTensors(file).get_tensor(name, torch.bfloat16)
+    first, second, *pieces = made.sizes()
+    assert first == second == 2 * 256 * 256 and max(pieces) <= 4 << 12
+    assert torch.equal(found, expected.bfloat16())
 
 
 @pytest.mark.parametrize("name", WIDER)
@@ -436,12 +475,12 @@ def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(
     # Blocks of K types are too wide for so small a model: test scales of 32 or 16 columns separately.
     described = DescribedFile(GgufFile(path))
     for name in kept:
-        number_ND, recipe = found.tensor(name).float(), described.recipe(name) or (lambda own: own)
+        number_ND, transform = found.tensor(name).float(), described.transform(name) or (lambda own: own)
         for group in (16, 32):
             scale_NG = torch.rand(number_ND.shape[0], number_ND.shape[1] // group)
-            moved_NG = (described.recipe(f"{name}_scale") or (lambda own: own))(scale_NG)
-            expected = recipe(number_ND * scale_NG.repeat_interleave(group, 1))
-            assert torch.equal(recipe(number_ND) * moved_NG.repeat_interleave(group, 1), expected), name
+            moved_NG = (described.transform(f"{name}_scale") or (lambda own: own))(scale_NG)
+            expected = transform(number_ND * scale_NG.repeat_interleave(group, 1))
+            assert torch.equal(transform(number_ND) * moved_NG.repeat_interleave(group, 1), expected), name
 
 
 def assert_equal(found: Checkpoint, expected: Checkpoint) -> None:

@@ -19,6 +19,7 @@ from specdec.models.families import open_weights, read_network, unread_fields
 from specdec.models.gguf import architectures
 from specdec.models.gguf.architectures import DescribedFile
 from specdec.models.gguf.file import GgufFile
+from specdec.models.gguf.tensors import GgufTensors
 from specdec.models.network import MTPHead
 from specdec.state_slots.tree import TokenTree
 from specdec.state_slots.window import Row, build_window
@@ -110,6 +111,17 @@ def test_logits_equal_the_checkpoint(
     assert differ(read(path, head=head), read(folder, head=head)) < 1e-5
     assert not [own for own in caplog.messages if "unknown fields" in own]
     assert not unread_fields(Checkpoint(path).config)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_tensors_may_be_rounded_before_they_are_rearranged(
+    name: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Those that are computed from the file's are not."""
+    tensors = GgufTensors(write_file(WRITTEN[name], folders(name), tmp_path / "small.gguf"))
+    for disk in list(tensors.keys()):
+        found, expected = tensors.get_tensor(disk, torch.bfloat16), tensors.get_tensor(disk)
+        assert torch.equal(found.bfloat16(), expected.bfloat16()), disk
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

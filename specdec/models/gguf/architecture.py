@@ -10,8 +10,8 @@ from torch import Tensor
 
 from specdec.models.gguf.metadata import Metadata
 
-Recipe = Callable[[Tensor], Tensor]
 Transform = Callable[[Metadata, Tensor], Tensor]
+BoundTransform = Callable[[Tensor], Tensor]
 
 OUTER: Mapping[str, str] = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -54,11 +54,11 @@ class Architecture:
     head: Mapping[str, str] = field(default_factory=dict)
     """Full names of the multi-token head's tensors, unless they are named like one more layer's."""
 
-    def recipe(self, metadata: Metadata, disk: str) -> Recipe | None:
+    def transform(self, metadata: Metadata, disk: str) -> BoundTransform | None:
         """Return the transform from the file's tensor to the checkpoint's, or None."""
         bare = disk.removesuffix("_scale").removesuffix("_offset")
-        own = next((made for end, made in self.transforms.items() if bare.endswith(end)), None)
-        return partial(own, metadata) if own else None
+        found = next((own for end, own in self.transforms.items() if bare.endswith(end)), None)
+        return partial(found, metadata) if found else None
 
 
 def named(names: Mapping[str, str], stem: str, suffix: str) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec.models.fields import Fields
 from specdec.models.gguf import delta_net, dense, latent, lightning, mamba, nemotron, short_conv
-from specdec.models.gguf.architecture import Architecture, Recipe, named
+from specdec.models.gguf.architecture import Architecture, BoundTransform, named
 from specdec.models.gguf.blocks import widen
 from specdec.models.gguf.file import GgufFile, GgufTensor
 from specdec.models.gguf.metadata import Metadata
@@ -134,9 +134,9 @@ class DescribedFile(Metadata):
         told = f"{', '.join(sorted(names))} matrices of {stored / 1e9:.2f} GB take {taken / 1e9:.2f} GB"
         return f"{told}: no kernel multiplies their bits as stored" if names else ""
 
-    def recipe(self, disk: str) -> Recipe | None:
+    def transform(self, disk: str) -> BoundTransform | None:
         """Return the transform from the file's tensor to the checkpoint's, or None."""
-        return self.architecture.recipe(self, disk)
+        return self.architecture.transform(self, disk)
 
     def _split_experts(self, entries: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
         """Yield the tensors of the model and of its first head, with one matrix per expert."""

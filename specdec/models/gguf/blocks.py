@@ -23,20 +23,28 @@ _WIDE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def widen(
-    data_X: Array, kind: GgufType, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    data_X: Array,
+    kind: GgufType,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    factor: float = 1.0,
 ) -> Tensor:
-    """Dequantise a tensor's bytes to float32, and round a piece at a time to another dtype."""
+    """Dequantise a tensor's bytes times `factor` to float32, and round a piece at a time to another dtype."""
     out_X, each = torch.empty(shape, dtype=dtype), max(ROUNDED // kind.block_size, 1)
     block_BX, out_BN = data_X.reshape(-1, kind.block_bytes), out_X.view(-1, kind.block_size)
     for first in range(0, len(block_BX), each):
         piece_X = block_BX[first : first + each].reshape(-1)
         out_P = out_BN[first : first + each].view(-1)
         if kind.name in _WIDE:
-            out_P.copy_(torch.from_numpy(piece_X.copy()).view(_WIDE[kind.name]))
-        elif dtype == torch.float32:
-            _fill("wide", piece_X, kind, out_P)
-        else:
-            out_P.copy_(_fill("wide", piece_X, kind, torch.empty(len(out_P))))
+            stored_P = torch.from_numpy(piece_X.copy()).view(_WIDE[kind.name])
+            out_P.copy_(stored_P if factor == 1 else stored_P.float() * factor)
+            continue
+        wide_P = out_P if dtype == torch.float32 else torch.empty(len(out_P))
+        _fill("wide", piece_X, kind, wide_P)
+        if factor != 1:
+            wide_P *= factor
+        if wide_P is not out_P:
+            out_P.copy_(wide_P)
     return out_X
 
 

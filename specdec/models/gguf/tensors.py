@@ -137,26 +137,30 @@ class GgufTensors:
             if group == 1:
                 return Header(own, "I8", entry.bytes)
             return Header(own, "F32" if disk.endswith("_offset") else entry.kind.scale_dtype, 0)
-        shape, recipe = entry.shape, self._described.recipe(disk)
-        if recipe is not None:
+        shape, transform = entry.shape, self._described.transform(disk)
+        if transform is not None:
             device = "cpu" if prod(shape) <= SMALL else "meta"
-            shape = recipe(torch.empty(shape, device=device)).shape
+            shape = transform(torch.empty(shape, device=device)).shape
         return Header(tuple(shape), self._described.dtype, entry.bytes)
 
     def get_tensor(self, disk: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a tensor as in the checkpoint, except for quantisation error.
 
-        One that is widened, neither transformed nor scaled, has the given dtype; others are to be rounded.
+        Matrices are widened to the given dtype in slices, then rearranged. Vectors and decays may be computed
+        from the file's, in float32; the caller rounds them.
         """
         entry = self._entry(disk)
         read, _ = self._parts.get(disk, (widen, 1))
-        if read is widen and entry.factor == 1 and self._described.recipe(disk) is None:
-            return widen(entry.data, entry.kind, entry.shape, dtype)
-        made = read(entry.data, entry.kind, entry.shape)
-        if entry.factor != 1 and read is not integers:
-            made *= entry.factor
-        recipe = self._described.recipe(disk)
-        made = recipe(made).contiguous() if recipe else made
+        if read is widen:
+            is_computed = len(entry.shape) == 1 or disk.endswith("A_log")
+            wide_dtype = torch.float32 if is_computed else dtype
+            made = widen(entry.data, entry.kind, entry.shape, wide_dtype, entry.factor)
+        else:
+            made = read(entry.data, entry.kind, entry.shape)
+            if entry.factor != 1 and read is not integers:
+                made *= entry.factor
+        transform = self._described.transform(disk)
+        made = transform(made).contiguous() if transform else made
         if disk.endswith("A_log") and not made.isfinite().all():  # a logarithm
             name = self._names[disk]
             self._described.refuse(name, f"{name} holds decays of 0, of the wrong sign, or NaN or Inf")
