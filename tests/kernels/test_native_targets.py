@@ -24,7 +24,7 @@ from specdec.kernels.native.compiled import compiled, find_compiler, flags_for, 
 from specdec.kernels.native.instruction_sets import c_kernels
 from specdec.kernels.native.signatures import NUMBERS, SIGNATURES, SUFFIX
 from specdec.kernels.native.targets import CompileTarget, features, named
-from specdec.models.gguf.types import TYPES
+from specdec.models.gguf.storage_types import TYPES
 from tests.kernels.sums import by_matrix_units
 from tests.kernels.test_integers import OTHERS, of_file, published
 from tests.selection import EXHAUSTIVE

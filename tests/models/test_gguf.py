@@ -36,8 +36,8 @@ from specdec.models.gguf import metadata as gguf_metadata
 from specdec.models.gguf.architectures import DescribedFile
 from specdec.models.gguf.blocks import integers, offsets, scales, widen
 from specdec.models.gguf.file import MOST_BYTES, MOST_STRINGS, GgufFile, GgufTensor
+from specdec.models.gguf.storage_types import TYPES, GgufType
 from specdec.models.gguf.tensors import GgufTensors
-from specdec.models.gguf.types import TYPES, GgufType
 from specdec.setup.footprint import describe_model
 from specdec.setup.resolve import open_model
 from specdec.text.tokenizer import load_tokenizer

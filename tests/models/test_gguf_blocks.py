@@ -12,7 +12,7 @@ from specdec.kernels.native.compiled import compiled
 from specdec.kernels.native.threads import without_helpers
 from specdec.models.gguf import blocks
 from specdec.models.gguf.blocks import fill_in_numpy
-from specdec.models.gguf.types import TYPES, GgufType
+from specdec.models.gguf.storage_types import TYPES, GgufType
 from tests.selection import EXHAUSTIVE
 
 in_c = pytest.mark.skipif(compiled() is None, reason="there is no C compiler")

@@ -26,9 +26,9 @@ ATTENTION: Mapping[str, str] = {
 }
 
 
-def gated(file: str, disk: str) -> dict[str, str]:
+def gated(file: str, checkpoint: str) -> dict[str, str]:
     """Return the names of a gated feed-forward's matrices; `{}` is replaced by gate, up and down."""
-    return {file.format(part): disk.format(part) for part in ("gate", "up", "down")}
+    return {file.format(part): checkpoint.format(part) for part in ("gate", "up", "down")}
 
 
 NORMS: Mapping[str, str] = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
@@ -47,16 +47,16 @@ class Architecture:
     """Architecture-specific fields of config.json."""
     transforms: Mapping[str, Transform] = field(default_factory=dict)
     """Transforms of tensors, by the suffix of the checkpoint name; the first match applies."""
-    keeps: Callable[[Metadata, str], bool] = lambda metadata, disk: True
+    keeps: Callable[[Metadata, str], bool] = lambda metadata, name: True
     """True if a matrix may stay quantised: its transform must not split blocks."""
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)
     """Checkpoint names of the tensors outside layers."""
     head: Mapping[str, str] = field(default_factory=dict)
     """Full names of the multi-token head's tensors, unless they are named like one more layer's."""
 
-    def transform(self, metadata: Metadata, disk: str) -> BoundTransform | None:
+    def transform(self, metadata: Metadata, checkpoint_name: str) -> BoundTransform | None:
         """Return the transform from the file's tensor to the checkpoint's, or None."""
-        bare = disk.removesuffix("_scale").removesuffix("_offset")
+        bare = checkpoint_name.removesuffix("_scale").removesuffix("_offset")
         found = next((own for end, own in self.transforms.items() if bare.endswith(end)), None)
         return partial(found, metadata) if found else None
 
@@ -68,42 +68,42 @@ def named(names: Mapping[str, str], stem: str, suffix: str) -> str | None:
     return names[stem] + suffix if stem in names else None
 
 
-def as_stored(metadata: Metadata, own_X: Tensor) -> Tensor:
+def as_stored(metadata: Metadata, tensor_X: Tensor) -> Tensor:
     """Return the tensor unchanged."""
-    return own_X
+    return tensor_X
 
 
-def subtract_one(metadata: Metadata, own_X: Tensor) -> Tensor:
+def subtract_one(metadata: Metadata, tensor_X: Tensor) -> Tensor:
     """Subtract the 1 that the converter adds to a norm's weight."""
-    return own_X - 1
+    return tensor_X - 1
 
 
-def log_decay(metadata: Metadata, own_X: Tensor) -> Tensor:
+def log_decay(metadata: Metadata, tensor_X: Tensor) -> Tensor:
     """Return A_log, given A = -exp(A_log)."""
-    return torch.log(-own_X)
+    return torch.log(-tensor_X)
 
 
-def flatten(metadata: Metadata, own_X: Tensor) -> Tensor:
+def flatten(metadata: Metadata, tensor_X: Tensor) -> Tensor:
     """Flatten to one dimension."""
-    return own_X.reshape(-1)
+    return tensor_X.reshape(-1)
 
 
-def as_row(metadata: Metadata, own_D: Tensor) -> Tensor:
+def as_row(metadata: Metadata, tensor_D: Tensor) -> Tensor:
     """Return a vector as a matrix of one row."""
-    return own_D.reshape(1, -1)
+    return tensor_D.reshape(1, -1)
 
 
-def as_depthwise(metadata: Metadata, own_CK: Tensor) -> Tensor:
+def as_depthwise(metadata: Metadata, tensor_CK: Tensor) -> Tensor:
     """Return a depthwise convolution's weight as [C, 1, K]."""
-    return own_CK.unsqueeze(1)
+    return tensor_CK.unsqueeze(1)
 
 
-def unpair(metadata: Metadata, own_NX: Tensor) -> Tensor:
+def unpair(metadata: Metadata, tensor_NX: Tensor) -> Tensor:
     """Reorder the rows of rotated heads: the converter interleaves the two halves of a head."""
     half = metadata.head_dim // 2
-    if half < 1 or len(own_NX) % (2 * half):
-        return own_NX  # wrong shape, reported by the later comparison
-    return own_NX.view(-1, half, 2, *own_NX.shape[1:]).transpose(1, 2).reshape(own_NX.shape)
+    if half < 1 or len(tensor_NX) % (2 * half):
+        return tensor_NX  # wrong shape, reported by the later comparison
+    return tensor_NX.view(-1, half, 2, *tensor_NX.shape[1:]).transpose(1, 2).reshape(tensor_NX.shape)
 
 
 UNPAIRED: Mapping[str, Transform] = {

@@ -46,7 +46,7 @@ class DescribedFile(Metadata):
         for own in self.file.entries:
             if own == "rope_freqs.weight":  # read with the metadata
                 continue
-            if (other := self._names.setdefault(self._disk(own), own)) != own:
+            if (other := self._names.setdefault(self._checkpoint_name(own), own)) != own:
                 self.refuse(own, f"{own} and {other} are the same tensor of a checkpoint")
 
     @property
@@ -90,21 +90,21 @@ class DescribedFile(Metadata):
         """Return the file's tensor names by checkpoint name."""
         return self._names
 
-    def keeps_integers(self, disk: str, entry: GgufTensor) -> bool:
+    def keeps_integers(self, checkpoint_name: str, entry: GgufTensor) -> bool:
         """Return whether a matrix stays integers; others are widened."""
-        if len(entry.shape) != 2 or (self.names()[disk] == _EMBEDDING and not self.is_tied):
+        if len(entry.shape) != 2 or (self.names()[checkpoint_name] == _EMBEDDING and not self.is_tied):
             return False
-        can_keep = bool(entry.kind.bits) and self.architecture.keeps(self, disk)
-        return can_keep and not self._unlike(disk, entry)
+        can_keep = bool(entry.kind.bits) and self.architecture.keeps(self, checkpoint_name)
+        return can_keep and not self._unlike(checkpoint_name, entry)
 
     @property
     def is_tied(self) -> bool:
         """True if the embedding is also the output matrix."""
         return "output.weight" not in self.file.entries
 
-    def _unlike(self, disk: str, entry: GgufTensor) -> bool:
+    def _unlike(self, checkpoint_name: str, entry: GgufTensor) -> bool:
         """Return whether an expert's gate and up projections, which are stacked, differ in format."""
-        name = self.names()[disk]
+        name = self.names()[checkpoint_name]
         other = re.sub("ffn_(gate|up)_exps", lambda own: f"ffn_{_OTHER[own[1]]}_exps", name)
         beside = self.file.entries.get(other)
         return beside is not None and beside.kind.memory_format != entry.kind.memory_format
@@ -112,9 +112,9 @@ class DescribedFile(Metadata):
     def _integer_weights(self) -> dict[str, Any]:
         """Return the config's announcement of matrices that stay integers."""
         types: dict[str, list[str]] = {}
-        for disk, name in self.names().items():
-            if self.keeps_integers(disk, entry := self.file.entries[name]):
-                types.setdefault(entry.kind.name, []).append(disk.removesuffix(".weight"))
+        for checkpoint_name, name in self.names().items():
+            if self.keeps_integers(checkpoint_name, entry := self.file.entries[name]):
+                types.setdefault(entry.kind.name, []).append(checkpoint_name.removesuffix(".weight"))
         if not types:
             return {}
         return {"quantization_config": {"quant_method": "gguf", "types": types, "note": self._note()}}
@@ -122,21 +122,21 @@ class DescribedFile(Metadata):
     def _note(self) -> str:
         """Describe matrices that need much more memory than in the file; empty if there are none."""
         stored, taken, names = 0.0, 0.0, set()
-        for disk, name in self.names().items():
+        for checkpoint_name, name in self.names().items():
             entry = self.file.entries[name]
-            if len(entry.shape) != 2 or self.names()[disk] == _EMBEDDING:
+            if len(entry.shape) != 2 or self.names()[checkpoint_name] == _EMBEDDING:
                 continue
             numbers = prod(entry.shape)
-            bits = entry.kind.bits_per_weight if self.keeps_integers(disk, entry) else 16
+            bits = entry.kind.bits_per_weight if self.keeps_integers(checkpoint_name, entry) else 16
             if numbers * bits > NOTED * 8 * entry.bytes:
                 stored, taken = stored + entry.bytes, taken + numbers * bits / 8
                 names.add(entry.kind.name)
         told = f"{', '.join(sorted(names))} matrices of {stored / 1e9:.2f} GB take {taken / 1e9:.2f} GB"
         return f"{told}: no kernel multiplies their bits as stored" if names else ""
 
-    def transform(self, disk: str) -> BoundTransform | None:
+    def transform(self, checkpoint_name: str) -> BoundTransform | None:
         """Return the transform from the file's tensor to the checkpoint's, or None."""
-        return self.architecture.transform(self, disk)
+        return self.architecture.transform(self, checkpoint_name)
 
     def _split_experts(self, entries: Mapping[str, GgufTensor]) -> Iterator[tuple[str, GgufTensor]]:
         """Yield the tensors of the model and of its first head, with one matrix per expert."""
@@ -179,7 +179,7 @@ class DescribedFile(Metadata):
             self.refuse(name, f"{name} contains NaN or Inf")
         return [float(own) for own in found]
 
-    def _disk(self, name: str) -> str:
+    def _checkpoint_name(self, name: str) -> str:
         if name in self.architecture.outer:
             return self.architecture.outer[name]
         found = _NAME.fullmatch(name)

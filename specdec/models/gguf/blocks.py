@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.kernels.native.blocks import unpack
 from specdec.kernels.native.instruction_sets import c_kernels
 from specdec.models.gguf.bits import Array, flat
-from specdec.models.gguf.types import GgufType
+from specdec.models.gguf.storage_types import GgufType
 
 PIECE = 1 << 18
 """Bytes per step, which fit in a core's cache."""

@@ -98,7 +98,7 @@ _VALUES = ("in_proj_z.weight", "out_proj.weight")
 """Tensors of a delta net with one row per value head, per channel, or per entry of a value."""
 
 
-def _in_order(part: str, metadata: Metadata, own_X: Tensor) -> Tensor:
+def _in_order(part: str, metadata: Metadata, tensor_X: Tensor) -> Tensor:
     """Reorder tiled value heads (key heads vary fastest) to a checkpoint's grouped order.
 
     A tensor of unexpected shape is left unchanged, and reported by the shape check.
@@ -109,14 +109,14 @@ def _in_order(part: str, metadata: Metadata, own_X: Tensor) -> Tensor:
         metadata.refuse_value("ssm.time_step_rank", f"a multiple of ssm.group_count ({keys})")
     width = 1 if part in _NARROW else config["linear_value_head_dim"]
     first = 2 * keys * config["linear_key_head_dim"] if part in _CHANNELS else 0
-    size = own_X.shape[dim] if own_X.dim() > dim else 0
+    size = tensor_X.shape[dim] if tensor_X.dim() > dim else 0
     each = (first + values * width) // size if size else 0
     if values > keys and each in (1, HALF, GROUP) and each * size == first + values * width:
         order_N = torch.arange(values).view(-1, keys).T.reshape(-1, 1) * width + torch.arange(width)
         order_N = torch.cat([torch.arange(first), first + order_N.reshape(-1)])
-        own_X = own_X.index_select(dim, order_N[::each] // each)  # a scale covers 16 or 32 columns
+        tensor_X = tensor_X.index_select(dim, order_N[::each] // each)  # a scale covers 16 or 32 columns
     transform = _TRANSFORMS.get(part)
-    return transform(metadata, own_X) if transform else own_X
+    return transform(metadata, tensor_X) if transform else tensor_X
 
 
 _TILED: Mapping[str, Transform] = {
@@ -126,9 +126,9 @@ _TILED: Mapping[str, Transform] = {
 """Transforms of Qwen3.5, whose value heads are tiled over key heads."""
 
 
-def _cuts_none(metadata: Metadata, disk: str) -> bool:
+def _cuts_none(metadata: Metadata, checkpoint_name: str) -> bool:
     """Return whether reordering columns by value heads moves whole blocks."""
-    if not disk.endswith("linear_attn.out_proj.weight"):
+    if not checkpoint_name.endswith("linear_attn.out_proj.weight"):
         return True
     width: int = _delta_net(metadata)["linear_value_head_dim"]
     return width % GROUP == 0

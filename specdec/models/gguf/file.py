@@ -11,7 +11,7 @@ import numpy as np
 
 from specdec.errors import CheckpointError
 from specdec.models.gguf.names import MAGIC
-from specdec.models.gguf.types import TYPES, UNREAD, GgufType
+from specdec.models.gguf.storage_types import TYPES, UNREAD, GgufType
 
 OTHERWISE = "take another file, or the checkpoint that it was made from"
 """Remedy for an intact file that specdec does not support."""

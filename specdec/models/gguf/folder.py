@@ -20,7 +20,7 @@ from specdec.models.gguf.tokenizer import NONE, Vocabulary
 
 REVISION = 7
 """Revision of the description. Folders of earlier revisions are deleted."""
-_RECIPE = re.compile(r"(?:(\d+)-)?[0-9a-f]{16}")
+_KEY = re.compile(r"(?:(\d+)-)?[0-9a-f]{16}")
 """Revision and hash; folders of the first revisions have only the hash."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
@@ -30,14 +30,14 @@ def describe(path: Path, within: Path | None = None) -> Path:
     cache = within or descriptions()
     path = Path(os.path.abspath(path))  # keep links: in the hub's cache they have the file names
     try:
-        found = [(str(own), (is_at := own.stat()).st_size, is_at.st_mtime_ns) for own in parts(path)]
-        recipe = f"{REVISION}-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
-        folder = cache / recipe / path.stem
+        found = [(str(part), (stat := part.stat()).st_size, stat.st_mtime_ns) for part in parts(path)]
+        key = f"{REVISION}-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
+        folder = cache / key / path.stem
         if folder.is_dir():
             return folder
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="draft-", dir=cache) as draft:
-            (whole := Path(draft, recipe, path.stem)).mkdir(parents=True)
+            (whole := Path(draft, key, path.stem)).mkdir(parents=True)
             _write(path, whole)
             try:
                 os.replace(whole.parent, folder.parent)
@@ -45,7 +45,7 @@ def describe(path: Path, within: Path | None = None) -> Path:
                 if not folder.is_dir():
                     raise
         for old in cache.iterdir():
-            if (other := _RECIPE.fullmatch(old.name)) and int(other[1] or 0) < REVISION:
+            if (other := _KEY.fullmatch(old.name)) and int(other[1] or 0) < REVISION:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(
@@ -68,7 +68,7 @@ def _write(path: Path, folder: Path) -> None:
     if described.fields.string("tokenizer.ggml.model", "no_vocab") in NONE:
         return
     vocabulary = Vocabulary(file)
-    given = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    given = {name: file.metadata.get(f"general.sampling.{field}") for field, name in _SAMPLING.items()}
     sampling = {name: value for name, value in given.items() if type(value) in (int, float)}
     _json(folder / "generation_config.json", {"eos_token_id": vocabulary.endings(), **sampling})
     _json(folder / "tokenizer_config.json", vocabulary.config())

@@ -37,30 +37,30 @@ def _mixers(home: str, *, full_rank: bool) -> dict[str, str]:
     return {name: f"{home}.{own}" for name, own in names.items()}
 
 
-def _conv(metadata: Metadata, own_X: Tensor) -> Tensor:
+def _conv(metadata: Metadata, tensor_X: Tensor) -> Tensor:
     """Reshape one of three convolutions to [C, 1, K]."""
-    return own_X.reshape(-1, 1, own_X.shape[-1])
+    return tensor_X.reshape(-1, 1, tensor_X.shape[-1])
 
 
-def _transposed(metadata: Metadata, own_HRN: Tensor) -> Tensor:
-    return own_HRN.transpose(1, 2) if own_HRN.dim() == 3 else own_HRN
+def _transposed(metadata: Metadata, tensor_HRN: Tensor) -> Tensor:
+    return tensor_HRN.transpose(1, 2) if tensor_HRN.dim() == 3 else tensor_HRN
 
 
 _TRANSFORMS: Mapping[str, Transform] = {"conv1d.weight": _conv, "k_b_proj.weight": _transposed}
 
 
-def _between_ones(metadata: Metadata, own_X: Tensor) -> Tensor:
-    return log_decay(metadata, own_X).reshape(1, 1, -1, 1)
+def _between_ones(metadata: Metadata, tensor_X: Tensor) -> Tensor:
+    return log_decay(metadata, tensor_X).reshape(1, 1, -1, 1)
 
 
-def _logarithm(metadata: Metadata, own_H1: Tensor) -> Tensor:
+def _logarithm(metadata: Metadata, tensor_H1: Tensor) -> Tensor:
     """Return A_log, given A = exp(A_log)."""
-    return torch.log(own_H1).reshape(-1)
+    return torch.log(tensor_H1).reshape(-1)
 
 
-def _cuts_none(metadata: Metadata, disk: str) -> bool:
+def _cuts_none(metadata: Metadata, checkpoint_name: str) -> bool:
     """Return whether a matrix is two-dimensional in a checkpoint too."""
-    return not disk.endswith("kv_b_proj.weight")
+    return not checkpoint_name.endswith("kv_b_proj.weight")
 
 
 def _latent(metadata: Metadata) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def _first_mixer(home: str) -> dict[str, str]:
     return {**mixer(home), **steps}
 
 
-def _log_decay_by_head(metadata: Metadata, own_H1: Tensor) -> Tensor:
-    return flatten(metadata, log_decay(metadata, own_H1))
+def _log_decay_by_head(metadata: Metadata, tensor_H1: Tensor) -> Tensor:
+    return flatten(metadata, log_decay(metadata, tensor_H1))
 
 
 _MAMBA1: Mapping[str, Transform] = {"conv1d.weight": as_depthwise, "A_log": log_decay}

@@ -17,7 +17,7 @@ from specdec.models.files import GGUF
 from specdec.models.gguf.architectures import DescribedFile
 from specdec.models.gguf.blocks import integers, offsets, scales, widen
 from specdec.models.gguf.file import GgufFile, GgufTensor
-from specdec.models.gguf.types import GgufType
+from specdec.models.gguf.storage_types import GgufType
 
 SMALL = 1 << 20
 """Maximum size of tensors whose shape comes from a real computation: `meta` tensors, which only norms and
@@ -109,62 +109,62 @@ class GgufTensors:
         self._names = dict(self._described.names())
         self._parts: dict[str, tuple[Callable[[NDArray[Any], GgufType, tuple[int, ...]], Tensor], int]] = {}
         """Reader of each part of an integer matrix, and the inputs per entry."""
-        for disk, name in self._described.names().items():
-            entry = self._entry(disk)
-            if not self._described.keeps_integers(disk, entry):
+        for checkpoint_name, name in self._described.names().items():
+            entry = self._entry(checkpoint_name)
+            if not self._described.keeps_integers(checkpoint_name, entry):
                 continue
             group = entry.kind.group
-            parts = {disk: (integers, 1), f"{disk}_scale": (scales, group)}
+            parts = {checkpoint_name: (integers, 1), f"{checkpoint_name}_scale": (scales, group)}
             if entry.kind.offsets:
-                parts[f"{disk}_offset"] = offsets, group
+                parts[f"{checkpoint_name}_offset"] = offsets, group
             self._parts |= parts
             self._names |= dict.fromkeys(parts, name)
 
     def keys(self) -> Sequence[str]:
         return list(self._names)
 
-    def stored_name(self, disk: str) -> str:
+    def stored_name(self, checkpoint_name: str) -> str:
         """Return a tensor's name in the file; a part of an integer matrix keeps its suffix."""
-        part = disk.rpartition("_")[2] if disk.endswith(("_scale", "_offset")) else ""
-        return f"{self._names[disk]}_{part}" if part else self._names[disk]
+        part = checkpoint_name.rpartition("_")[2] if checkpoint_name.endswith(("_scale", "_offset")) else ""
+        return f"{self._names[checkpoint_name]}_{part}" if part else self._names[checkpoint_name]
 
-    def get_slice(self, disk: str) -> Header:
+    def get_slice(self, checkpoint_name: str) -> Header:
         """Return a tensor's shape and type without reading it."""
-        entry = self._entry(disk)
-        if disk in self._parts:
-            _, group = self._parts[disk]
+        entry = self._entry(checkpoint_name)
+        if checkpoint_name in self._parts:
+            _, group = self._parts[checkpoint_name]
             own = entry.shape[0], entry.shape[1] // group
             if group == 1:
                 return Header(own, "I8", entry.bytes)
-            return Header(own, "F32" if disk.endswith("_offset") else entry.kind.scale_dtype, 0)
-        shape, transform = entry.shape, self._described.transform(disk)
+            return Header(own, "F32" if checkpoint_name.endswith("_offset") else entry.kind.scale_dtype, 0)
+        shape, transform = entry.shape, self._described.transform(checkpoint_name)
         if transform is not None:
             device = "cpu" if prod(shape) <= SMALL else "meta"
             shape = transform(torch.empty(shape, device=device)).shape
         return Header(tuple(shape), self._described.dtype, entry.bytes)
 
-    def get_tensor(self, disk: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    def get_tensor(self, checkpoint_name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a tensor as in the checkpoint, except for quantisation error.
 
         Matrices are widened to the given dtype in slices, then rearranged. Vectors and decays may be computed
         from the file's, in float32; the caller rounds them.
         """
-        entry = self._entry(disk)
-        read, _ = self._parts.get(disk, (widen, 1))
+        entry = self._entry(checkpoint_name)
+        read, _ = self._parts.get(checkpoint_name, (widen, 1))
         if read is widen:
-            is_computed = len(entry.shape) == 1 or disk.endswith("A_log")
+            is_computed = len(entry.shape) == 1 or checkpoint_name.endswith("A_log")
             wide_dtype = torch.float32 if is_computed else dtype
             made = widen(entry.data, entry.kind, entry.shape, wide_dtype, entry.factor)
         else:
             made = read(entry.data, entry.kind, entry.shape)
             if entry.factor != 1 and read is not integers:
                 made *= entry.factor
-        transform = self._described.transform(disk)
+        transform = self._described.transform(checkpoint_name)
         made = transform(made).contiguous() if transform else made
-        if disk.endswith("A_log") and not made.isfinite().all():  # a logarithm
-            name = self._names[disk]
+        if checkpoint_name.endswith("A_log") and not made.isfinite().all():  # a logarithm
+            name = self._names[checkpoint_name]
             self._described.refuse(name, f"{name} holds decays of 0, of the wrong sign, or NaN or Inf")
         return made
 
-    def _entry(self, disk: str) -> GgufTensor:
-        return self._described.file.entries[self._names[disk]]
+    def _entry(self, checkpoint_name: str) -> GgufTensor:
+        return self._described.file.entries[self._names[checkpoint_name]]

@@ -70,7 +70,7 @@ class Vocabulary:
             self._refuse("tokenizer.ggml.model", f"{known}, and not {model[:80]!r}")
         self._build = build
         if model == "gpt2":
-            name = str(fields.get("tokenizer.ggml.pre"))
+            name = fields.string("tokenizer.ggml.pre")
             if name not in SPLITTINGS:
                 self._refuse("tokenizer.ggml.pre", f"{', '.join(SPLITTINGS)}, and not {name[:80]!r}")
             self._splitting = SPLITTINGS[name]
@@ -94,10 +94,10 @@ class Vocabulary:
         found = [self.id(name) for name in ("eos", "eot", "eom")]
         special = [i for token in ENDINGS if (i := self._ids.get(token)) is not None and self._is_special(i)]
         named = {self.tokens[i] for i in special}
-        own = dict.fromkeys([*(i for i in found if i is not None), *special])
+        endings = dict.fromkeys([*(i for i in found if i is not None), *special])
         if named & _CALLS and named & _TURNS and _MESSAGE in named:
-            del own[self._ids[_MESSAGE]]
-        return list(own)
+            del endings[self._ids[_MESSAGE]]
+        return list(endings)
 
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer, including BOS and EOS insertion."""
@@ -117,7 +117,7 @@ class Vocabulary:
     def config(self) -> dict[str, Any]:
         """Return tokenizer_config.json."""
         names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-        ids = {f"{name}_token": self.id(own) for name, own in names.items()}
+        ids = {f"{name}_token": self.id(field) for name, field in names.items()}
         special = {name: self.tokens[i] for name, i in ids.items() if i is not None}
         templates = {
             found[1] or "default": text
@@ -132,11 +132,12 @@ class Vocabulary:
 
     def _byte_level(self) -> Tokenizer:
         """Build byte-level BPE with the pre-tokenisation of this name."""
-        own = self._splitting
-        made = Tokenizer(models.BPE(self._ids, list(self._merges()), ignore_merges=own.ignores_merges))
-        if own.composes:
+        splitting = self._splitting
+        bpe = models.BPE(self._ids, list(self._merges()), ignore_merges=splitting.ignores_merges)
+        made = Tokenizer(bpe)
+        if splitting.composes:
             made.normalizer = normalizers.NFC()
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in own.patterns]
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns]
         made.pre_tokenizer = pre_tokenizers.Sequence(
             [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
@@ -212,10 +213,10 @@ class Vocabulary:
     def _surround(self, made: Tokenizer) -> None:
         """Add the post-processor that puts BOS and EOS around texts."""
         around = {
-            name: self.tokens[own]
+            name: self.tokens[token]
             for name, assumed in (("bos", self._assumed.adds_bos), ("eos", self._assumed.adds_eos))
             if self.fields.flag(f"tokenizer.ggml.add_{name}_token", default=assumed)
-            and (own := self.id(name)) is not None
+            and (token := self.id(name)) is not None
         }
         if around:
             begin, end = ([around[name]] if name in around else [] for name in ("bos", "eos"))
@@ -259,7 +260,7 @@ class Vocabulary:
 
     def _scored_merges(self) -> Iterator[tuple[str, str]]:
         """Yield every pair that merges into a token, best token first; of equal scores, the lower id."""
-        for _, token in sorted(zip(self._scores(), self.tokens, strict=True), key=lambda own: -own[0]):
+        for _, token in sorted(zip(self._scores(), self.tokens, strict=True), key=lambda pair: -pair[0]):
             for cut in range(1, len(token) if len(token) <= LONGEST else 0):
                 if token[:cut] in self._ids and token[cut:] in self._ids:
                     yield token[:cut], token[cut:]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specdec.kernels.linear.integers import HALF, sixteen_bits
 from specdec.models.fields import Fields
-from specdec.models.gguf.types import INTEGER_TYPES
+from specdec.models.gguf.storage_types import INTEGER_TYPES
 from specdec.models.layouts import Shape
 from specdec.models.packed.base import (
     PackedFormat,
