@@ -93,7 +93,8 @@ def _part(part: str, block_BX: Array, kind: GgufType) -> Array:
         return scale_BG
     if part == "offset":
         assert offset_BG is not None
-        return offset_BG + kind.middle * scale_BG
+        centred_BG: Array = offset_BG + kind.middle * scale_BG
+        return centred_BG
     number_BN = kind.read_integers(block_BX).view(np.int8)
     if offset_BG is None:
         number_BN = number_BN - np.int8(kind.middle)
