@@ -4,7 +4,6 @@ import asyncio
 import importlib.util
 import inspect
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +14,12 @@ import aiohttp
 import torch
 from torch import Tensor
 
+from specdec.bench.acceptance.prompts import BenchPrompt
 from specdec.bench.agreement import gaps
 from specdec.bench.options import LLAMA_CPP
+from specdec.bench.serve.stream import RequestTemplate, ServerUnderTest
 from specdec.errors import ConfigError, EngineError
-from specdec.http.client import DONE, ask_model, base_url, event_data, is_url, reason
+from specdec.http.client import ask_model, base_url, is_url, reason
 
 FAST_PATHS = ("fla", "causal_conv1d", "mamba_ssm")
 """Optional packages with which `transformers` runs recurrent layers."""
@@ -118,45 +119,24 @@ class ServerPeer:
 
     async def _run(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Sample:
         timeout = aiohttp.ClientTimeout(total=SERVER_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
+        async with aiohttp.ClientSession(timeout=timeout) as session:
             if not self.model:
                 self.model = await ask_model(session, self.name)
+            request = RequestTemplate(
+                model=self.model, chat=False, max_tokens=1 + new_tokens, temperature=0.0, ignore_eos=True
+            )
+            server = ServerUnderTest(session, self.name, request)
             start_s = time.perf_counter()
-            streams = [self._complete(session, prompt, 1 + new_tokens) for prompt in prompts]
-            marks = await asyncio.gather(*streams)
-        prefill_s = max(first for first, _, _ in marks)
-        steps = min(count for _, _, count in marks) - 1
-        if steps < 1:
+            asked = [BenchPrompt("", "", None, tuple(prompt)) for prompt in prompts]
+            outcomes = await asyncio.gather(*(server.complete(own, 0, i) for i, own in enumerate(asked)))
+        if failure := next((own.failure for own in outcomes if own.failure), None):
+            raise ValueError(failure)
+        steps = min(own.tokens for own in outcomes) - 1
+        if steps < 1 or not all(own.chunk_s for own in outcomes):
             raise ValueError(f"an answer had {steps + 1} tokens where {1 + new_tokens} were asked for")
-        step_s = (max(last for _, last, _ in marks) - prefill_s) / steps
+        prefill_s = max(own.chunk_s[0] for own in outcomes)
+        step_s = (max(own.chunk_s[-1] for own in outcomes) - prefill_s) / steps
         return Sample(prefill_s - start_s, (step_s,), None)
-
-    async def _complete(
-        self, session: aiohttp.ClientSession, prompt: Sequence[int], max_tokens: int
-    ) -> tuple[float, float, int]:
-        """Return the arrival times of the first and the last token, and the number of tokens."""
-        body = {
-            "model": self.model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        first_s = last_s = 0.0
-        chunks, counted = 0, 0
-        async with session.post(f"{self.name}/v1/completions", json=body) as reply:
-            async for data in event_data(reply):
-                if data == DONE:
-                    break
-                event = json.loads(data)
-                if event.get("choices"):
-                    last_s = time.perf_counter()
-                    first_s = first_s or last_s
-                    chunks += 1
-                counted = (event.get("usage") or {}).get("completion_tokens", counted)
-        return first_s, last_s, counted or chunks
 
     def describe(self) -> dict[str, Any]:
         """Return the server's model name."""

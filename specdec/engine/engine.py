@@ -28,7 +28,7 @@ from specdec.models.folder import find_models
 from specdec.setup.capabilities import check_request
 from specdec.state_slots.slots import RequestId
 from specdec.text.grammar.compiler import Grammars
-from specdec.text.grammar.guide import CompiledGrammar
+from specdec.text.grammar.guide import CompiledGrammar, Guide
 from specdec.text.stops import StopNode
 from specdec.text.tokenizer import TextStream
 from specdec.verify.limits import TokenLimit
@@ -382,7 +382,7 @@ class SpecEngine:
         return TextStream(tokenizer, stops, keeps_stop=params.include_stop_str_in_output)
 
     def _limits(self, terms: ValidatedParams) -> list[TokenLimit]:
-        return terms.begin_limits(self._grammars.guide(terms.grammar) if terms.grammar else None)
+        return terms.begin_limits(Guide(terms.grammar) if terms.grammar else None)
 
 
 class Ticket:

@@ -29,6 +29,7 @@ from specdec.server.origins import is_preflight, let_through
 from specdec.server.page import HEADERS, WEB, playground
 from specdec.server.plain import DetokenizeBody, TokenizeBody, read_plain
 from specdec.server.receive import expect_later
+from specdec.server.resident import Phase
 from specdec.server.responses.handlers import delete, respond, retrieve
 from specdec.server.state import ServedModel, ServerState
 from specdec.server.streams import send_whole
@@ -333,7 +334,7 @@ async def _server_info(request: web.Request, state: ServerState) -> web.Response
         "writes": served.writes,
         "sampling_defaults": dict(served.sampling),
         "stored_responses": {"count": state.responses.count, "bytes": state.responses.size},
-        **(_engine_info(served) if resident.engine and not resident.is_unloading else {}),
+        **(_engine_info(served) if resident.engine and resident.phase is not Phase.UNLOADING else {}),
     }
     return web.Response(text=json.dumps(info), content_type="application/json")
 

@@ -7,9 +7,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from pathlib import Path
 
 from specdec.config.engine import EngineConfig
@@ -31,8 +31,53 @@ LET_GO_S = 1.0
 """Seconds to wait for a failed engine's thread to end; in a hanging step it does not."""
 
 
+class Phase(Enum):
+    """What the switcher has done with a model, or is doing: all but three phases end by themselves."""
+
+    UNLOADED = auto()
+    LOADING = auto()
+    WARM = auto()
+    """Loaded, with an arena."""
+    YIELDING = auto()
+    """Its running requests are preempted, then it releases its arena."""
+    RESTING = auto()
+    """Loaded, without an arena."""
+    NEXT = auto()
+    """It waits for another model to release its arena."""
+    WAKING = auto()
+    """It gets an arena."""
+    FLUSHING = auto()
+    """Its last step ends before its engine is closed, unless it fails meanwhile."""
+    UNLOADING = auto()
+    """Its engine is closed and freed."""
+    DROPPING = auto()
+    """Its failed engine is closed and freed."""
+    STUCK = auto()
+    """Its failed engine's thread still runs, so that its memory cannot be freed."""
+
+
+MOVES: Mapping[Phase, Set[Phase]] = {
+    Phase.UNLOADED: {Phase.LOADING},
+    Phase.LOADING: {Phase.WARM, Phase.RESTING, Phase.UNLOADED},
+    Phase.WARM: {Phase.YIELDING, Phase.FLUSHING, Phase.DROPPING},
+    Phase.YIELDING: {Phase.RESTING, Phase.WARM},
+    Phase.RESTING: {Phase.NEXT, Phase.WAKING, Phase.FLUSHING, Phase.DROPPING},
+    Phase.NEXT: {Phase.WAKING, Phase.RESTING},
+    Phase.WAKING: {Phase.WARM},
+    Phase.FLUSHING: {Phase.UNLOADING, Phase.WARM, Phase.RESTING},
+    Phase.UNLOADING: {Phase.UNLOADED},
+    Phase.DROPPING: {Phase.STUCK, Phase.UNLOADED},
+    Phase.STUCK: {Phase.DROPPING},
+}
+"""The phases that may follow each."""
+LASTING = {Phase.UNLOADED, Phase.WARM, Phase.RESTING}
+CLOSING = {Phase.FLUSHING, Phase.UNLOADING, Phase.DROPPING, Phase.STUCK}
+"""The engine keeps the arena it may have until it is freed."""
+WITH_ARENA = {Phase.WARM, Phase.YIELDING, Phase.WAKING}
+
+
 class ModelStatus(StrEnum):
-    """State of a model."""
+    """A model's phase as users see it."""
 
     WARM = "warm"
     """Loaded, with an arena."""
@@ -62,14 +107,9 @@ class Resident:
         self.may_unload = may_unload
         """Whether requests may set its keep-alive time."""
         self.engine: SpecEngine | None = None
-        self.is_loading = self.is_resting = self.is_waking = False
+        self.phase, self.holds_arena = Phase.UNLOADED, False
         self.is_draining = False
         """Whether new requests wait: it is unloaded once the current ones have ended."""
-        self.is_changing = False
-        """Whether it is being loaded, woken, rested or unloaded; the switcher skips it meanwhile."""
-        self.is_unloading = False
-        self.is_stuck = False
-        """Whether its failed engine's thread still runs, so that its memory cannot be freed."""
         self.blocked: str | None = None
         """Reason why it gets no memory until the process is restarted."""
         self.refusal: SpecdecError | None = None
@@ -106,22 +146,23 @@ class Resident:
 
     @property
     def status(self) -> ModelStatus:
-        if self.is_loading:
+        if self.phase is Phase.LOADING:
             return ModelStatus.LOADING
         if self.engine is None:
             return ModelStatus.FAILED if self.failure else ModelStatus.UNLOADED
-        if self.is_unloading:
+        if self.phase is Phase.UNLOADING:
             return ModelStatus.UNLOADED
         if self.engine.fault:
             return ModelStatus.FAILED
-        return ModelStatus.RESTING if self.is_resting else ModelStatus.WARM
+        has_arena = self.holds_arena and self.phase is not Phase.WAKING
+        return ModelStatus.WARM if has_arena else ModelStatus.RESTING
 
     @property
     def fault(self) -> str | None:
         """Reason of its engine's permanent failure, until another is loaded: the process counts as failed."""
         if self._rest_failure:
             return None
-        return self.engine.fault if self.engine and not self.is_unloading else self._fault
+        return self.engine.fault if self.engine and self.phase is not Phase.UNLOADING else self._fault
 
     @property
     def is_sound(self) -> bool:
@@ -135,12 +176,12 @@ class Resident:
     @property
     def holds_weights(self) -> bool:
         """Whether its weights use memory, including those of a failed engine until freed."""
-        return self.engine is not None or self.is_loading or self.is_unloading
+        return self.phase is not Phase.UNLOADED
 
     @property
-    def holds_arena(self) -> bool:
-        is_there = self.engine is not None or self.is_unloading
-        return is_there and (self.is_waking or not self.is_resting)
+    def is_changing(self) -> bool:
+        """Whether a task is changing its phase; the switcher skips it meanwhile."""
+        return self.phase not in LASTING
 
     @property
     def may_load(self) -> bool:
@@ -150,6 +191,13 @@ class Resident:
     @property
     def is_unused(self) -> bool:
         return not (self.gate.inside or self.gate.waiting)
+
+    def move(self, phase: Phase) -> None:
+        """Enter a phase, and count the arena that it holds there."""
+        assert phase in MOVES[self.phase], f"{self.name}: {self.phase} -> {phase}"
+        self.phase = phase
+        if phase not in CLOSING:
+            self.holds_arena = phase in WITH_ARENA
 
     def look(self) -> None:
         """Update the waiting time, and wake the switcher."""
@@ -263,16 +311,16 @@ class Resident:
         self.failure = self._fault = None
         if not engine.fault:
             self._rest_failure = None
-        self.is_resting, self.is_draining = is_resting, False
+        self.is_draining = False
         self.max_model_len = engine.model.settings.max_model_len
         self.used_s = self.turn_s = time.monotonic()
         self._kept_until_s.clear()
         self.engine = engine
+        self.move(Phase.RESTING if is_resting else Phase.WARM)
         self.gate.open(engine)
 
     async def load(self, has_room: Callable[[], bool]) -> None:
         """Build the engine in a thread; it rests at once if no arena is free."""
-        self.is_loading = True
         try:
             engine = await run_in_thread(self.build, "load")
             await run_in_thread(collect_garbage, "load")
@@ -287,17 +335,19 @@ class Resident:
             logger.exception("%s cannot be loaded", self.name)
             self.note_failure("loading failed; see the server's log")
         finally:
-            self.is_loading = False
+            if self.phase is Phase.LOADING:
+                self.move(Phase.UNLOADED)
             self.look()
 
     async def unload(self) -> bool:
         """Close the engine and free its memory; return whether done: one that fails meanwhile is kept."""
         assert self.engine
-        self.is_draining = True
         # Wait for the end of its step: a hanging step is found by the watchdog, not closed here.
         await self._done(self.engine, self.engine.begin_flush)
-        if not self.engine.fault:
-            self.is_unloading = True
+        if self.engine.fault:
+            self.move(Phase.WARM if self.holds_arena else Phase.RESTING)
+        else:
+            self.move(Phase.UNLOADING)
             while not await self._closed():
                 pass
             await self._free()
@@ -315,10 +365,12 @@ class Resident:
         assert self.engine
         self._fault, self.is_draining = self.fault, False
         while not await self._closed():
-            self.is_stuck = True
+            if self.phase is Phase.DROPPING:
+                self.move(Phase.STUCK)
             self.look()
             await asyncio.sleep(LET_GO_S)
-        self.is_stuck = False
+        if self.phase is Phase.STUCK:
+            self.move(Phase.DROPPING)
         self.note_failure(self._rest_failure or f"its engine has failed: {without_inside(self._fault or '')}")
         await self._free()
         self.look()
@@ -335,27 +387,25 @@ class Resident:
 
     async def _free(self) -> None:
         """Free a closed engine's memory, which counts as held until then."""
-        self.engine, self.is_unloading = None, True
+        self.engine = None
         await run_in_thread(collect_garbage, "free")
-        self.is_draining = self.is_unloading = False
+        self.is_draining = False
+        self.move(Phase.UNLOADED)
 
     async def rest(self) -> None:
         """Release the arena; running requests are preempted."""
         assert self.engine
         await self._done(self.engine, self.engine.begin_rest)
-        self.is_resting = self.engine.fault is None
+        self.move(Phase.WARM if self.engine.fault else Phase.RESTING)
         self.look()
 
     async def wake(self) -> None:
         """Give the engine an arena again."""
         assert self.engine
-        self.is_waking = True
-        try:
-            await self._done(self.engine, self.engine.begin_wake)
-            self.is_resting, self.turn_s = False, time.monotonic()
-        finally:
-            self.is_waking = False
-            self.look()
+        await self._done(self.engine, self.engine.begin_wake)
+        self.move(Phase.WARM)
+        self.turn_s = time.monotonic()
+        self.look()
 
     async def _done(self, engine: SpecEngine, begin: Callable[[], "Future[None]"]) -> None:
         """Wait for an engine operation between two steps; returns early if the engine has failed."""

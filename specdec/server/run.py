@@ -27,6 +27,7 @@ from specdec.server.app import build_app
 from specdec.server.listen import SWITCH_S, bind, listen, say
 from specdec.server.reach.reach import opened
 from specdec.server.reach.role import ServerRole, resolve_role
+from specdec.server.resident import ModelStatus
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.state import ServedModel, ServerState
@@ -243,7 +244,7 @@ async def _manage_grammar_process(served: ServedModel) -> None:
         if engine and engine.tokenizer and resident.is_sound and not resident.gate.users:
             if resident.is_warm:
                 engine.start_grammar_process()
-            elif resident.is_resting:
+            elif resident.status is ModelStatus.RESTING:
                 engine.stop_grammar_process()
         del engine  # allow unloading meanwhile
 

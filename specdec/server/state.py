@@ -397,15 +397,15 @@ class ServedModel:
         except (UnicodeError, TypeError):
             raise Failure(400, "prompt: it is not valid Unicode text.", param="prompt") from None
 
-    def check_turns(self, count: int, field: str = "messages") -> None:
+    def check_turns(self, count: int) -> None:
         """Raise for more turns than the context has tokens, before converting and rendering them."""
         max_model_len = self.resident.max_model_len
         if max_model_len and count > max_model_len:
             raise Failure(
                 400,
-                f"{field}: {count:,} turns do not fit into {max_model_len:,} tokens, the max_model_len; "
+                f"messages: {count:,} turns do not fit into {max_model_len:,} tokens, the max_model_len; "
                 "give fewer.",
-                param=field,
+                param="messages",
                 code="context_length_exceeded",
             )
 

@@ -11,10 +11,10 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from specdec.server.resident import Resident, collect_garbage
+from specdec.server.resident import Phase, Resident, collect_garbage
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,11 @@ class Switcher:
         for resident in self.residents:
             if not (resident.refusal or self._left_bytes(resident) >= 0):
                 continue
+            resident.move(Phase.LOADING)
             try:
                 engine = resident.build()
             except Exception as error:
+                resident.move(Phase.UNLOADED)
                 resident.note_failure(error)
                 faults.append(error)
                 if len(self.residents) > 1:
@@ -97,31 +99,16 @@ class Switcher:
         waits_s.append(self._hand_over(changes))
         return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
 
-    def _begin(
-        self, resident: Resident, change: Coroutine[None, None, None], changes: asyncio.TaskGroup
-    ) -> None:
-        """Start a change of a model, which excludes other changes of it."""
-
-        async def changing() -> None:
-            try:
-                await change
-            finally:
-                resident.is_changing = False
-                resident.look()
-
-        resident.is_changing = True
-        changes.create_task(changing())
-
     def _end(self, resident: Resident, changes: asyncio.TaskGroup) -> float | None:
         """Drop a failed engine, or unload an expired model; return its remaining keep-alive seconds."""
         if resident.engine and resident.engine.fault:
             if not resident.gate.inside:
-                self._begin(resident, resident.let_go(), changes)
+                resident.move(Phase.DROPPING)
+                changes.create_task(resident.let_go())
             return None
         kept_s = resident.seconds_kept(time.monotonic())
         if resident.engine and (kept_s == 0 or (resident.is_draining and not resident.gate.inside)):
-            resident.is_draining = True  # set now, so that requests arriving before the task starts also wait
-            self._begin(resident, self._unload(resident), changes)
+            self._unload(resident, changes)
             return None
         return kept_s
 
@@ -139,31 +126,28 @@ class Switcher:
             for resident in self.residents:
                 if resident.is_draining and not resident.is_changing:
                     resident.stay()
-        if not waiting or any(resident.is_loading for resident in self.residents):
+        if not waiting or any(resident.phase is Phase.LOADING for resident in self.residents):
             return  # one at a time: start-up measurements use an arena beyond the budget
         resident = min(waiting, key=self._order)
         if self._left_bytes(resident) < 0:
             self._free_weights(resident, changes)
             return
-        self._begin(resident, self._loaded(resident), changes)
-        resident.is_loading = True
+        resident.move(Phase.LOADING)
+        changes.create_task(self._loaded(resident))
 
     def _hand_over(self, changes: asyncio.TaskGroup) -> float | None:
         """Assign arenas to waiting models, draining ones first; return how long the next one waits."""
         waiting = [
             resident
             for resident in self.residents
-            if resident.is_sound
-            and resident.is_resting
-            and resident.gate.running
-            and not resident.is_changing
+            if resident.is_sound and resident.phase is Phase.RESTING and resident.gate.running
         ]
         for resident in sorted(
             waiting, key=lambda resident: (not resident.is_draining, self._order(resident))
         ):
             if self._has_room():
-                resident.is_waking = True
-                self._begin(resident, self._wake(resident), changes)
+                resident.move(Phase.WAKING)
+                changes.create_task(self._wake(resident))
                 continue
             warm = [other for other in self.residents if other.is_warm and not other.is_changing]
             idle = [other for other in warm if not other.gate.running]
@@ -177,8 +161,9 @@ class Switcher:
                 return None
             if left_s:
                 return left_s if math.isfinite(left_s) else None
-            previous.is_changing = True
-            self._begin(resident, self._wake(resident, previous), changes)
+            previous.move(Phase.YIELDING)
+            resident.move(Phase.NEXT)
+            changes.create_task(self._wake(resident, previous))
         return None
 
     def _order(self, resident: Resident) -> tuple[float, float]:
@@ -228,7 +213,7 @@ class Switcher:
         others = [
             other
             for other in self.residents
-            if other is not resident and (other.is_sound or other.is_unloading)
+            if other is not resident and (other.is_sound or other.phase is Phase.UNLOADING)
         ]
         leaving = [other for other in others if other.is_draining]
         staying = [other for other in others if not (other.is_draining or other.is_changing)]
@@ -240,7 +225,7 @@ class Switcher:
                 return
             left_bytes += other.weight_bytes
             if other.is_unused:
-                self._begin(other, self._unload(other), changes)
+                self._unload(other, changes)
             other.is_draining = True
 
     @staticmethod
@@ -250,7 +235,7 @@ class Switcher:
 
     def _why_blocked(self, resident: Resident) -> str | None:
         """Return why a model gets no memory until the process is restarted, or None."""
-        stuck = [other for other in self.residents if other.is_stuck and other is not resident]
+        stuck = [other for other in self.residents if other.phase is Phase.STUCK and other is not resident]
         if not stuck or resident.is_warm or resident.is_changing:
             return None
         names = " and ".join(repr(other.name) for other in stuck)
@@ -274,13 +259,12 @@ class Switcher:
         start_s = time.monotonic()
         self._served_s |= dict.fromkeys(resident.callers, start_s)
         if previous:
-            try:
-                await previous.rest()
-            finally:
-                previous.is_changing = False
-                previous.look()
-            if not (previous.is_resting and resident.is_sound):
-                return  # it failed and keeps its arena
+            await previous.rest()
+            if not (previous.phase is Phase.RESTING and resident.is_sound):
+                resident.move(Phase.RESTING)  # the other one failed and keeps its arena
+                resident.look()
+                return
+            resident.move(Phase.WAKING)
         await resident.wake()
         if resident.is_warm and resident.engine:
             took_s, size = self._count(resident, "wake", start_s), resident.engine.model.settings.memory_bytes
@@ -292,6 +276,12 @@ class Switcher:
         resident.switch_seconds[kind] += took_s
         return took_s
 
-    async def _unload(self, resident: Resident) -> None:
-        if await resident.unload():
-            logger.info("unloaded %s", resident.name)
+    def _unload(self, resident: Resident, changes: asyncio.TaskGroup) -> None:
+        async def unload() -> None:
+            if await resident.unload():
+                logger.info("unloaded %s", resident.name)
+
+        # Set now, so that requests arriving before the task starts also wait.
+        resident.is_draining = True
+        resident.move(Phase.FLUSHING)
+        changes.create_task(unload())

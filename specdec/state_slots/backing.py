@@ -33,10 +33,6 @@ class DraftSlots:
 class Backing(Protocol):
     arena: Arena
 
-    def bytes_per_token(self) -> int:
-        """Return the bytes of one node's slot."""
-        ...
-
     def has_room(self, nodes: int) -> bool:
         """Return whether `nodes` slots can be allocated now."""
         ...
@@ -61,10 +57,6 @@ class RecordBacking:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-
-    def bytes_per_token(self) -> int:
-        """Return the bytes of one node's slot."""
-        return self.arena.layout.record_bytes
 
     def has_room(self, nodes: int) -> bool:
         """Return whether `nodes` records can be allocated now."""
@@ -94,10 +86,6 @@ class SnapshotBacking:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-
-    def bytes_per_token(self) -> int:
-        """Return the bytes of one node's slot: a state occupies a whole slab."""
-        return self.arena.layout.states_per_slab * self.arena.layout.slab_bytes
 
     def has_room(self, nodes: int) -> bool:
         """Return whether `nodes` states can be allocated now."""

@@ -101,6 +101,9 @@ def test_every_prompt_is_sent_greedily(server: FakeServer) -> None:
     assert sorted(body["prompt"] for body in server.bodies) == PROMPTS
     for body in server.bodies:
         assert (body["model"], body["max_tokens"], body["temperature"]) == ("fake", 5, 0)
+    peer.run(PROMPTS, NEW_TOKENS)
+    salts = [body["cache_salt"] for body in server.bodies]
+    assert len(set(salts)) == 4, "a prompt that is sent again is not read from the server's prefix cache"
 
 
 @pytest.mark.parametrize("server", [1], indirect=True)

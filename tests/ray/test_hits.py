@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.bench.prefix.generate import generate
 from specdec.ray import choose as choosing
 from specdec.ray.choose import choose
 from specdec.ray.load import Flight, Load, fit_lines
@@ -17,6 +16,7 @@ from specdec.state_slots.layout import KVShape, Layout, StateShape
 from specdec.state_slots.prefix.replay import CacheReplay
 from specdec.state_slots.prefix.tree import Ids
 from tests.ray.measure import prompts
+from tools.bench.prefix.generate import generate
 
 LAYOUT = Layout((KVShape(2, 16),), (StateShape(4, 16, 16, 3, 96),), torch.bfloat16)
 STREAMS, STEP_S, TOKEN_S, DECODE_S = 4, 0.01, 1e-4, 0.1

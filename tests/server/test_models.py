@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import json
 import random
 import shutil
@@ -26,7 +27,7 @@ from specdec.server import resident as resident_module
 from specdec.server import shares
 from specdec.server.answers import Answers, RequestDeadline, StreamWaker
 from specdec.server.failures import Failure
-from specdec.server.resident import ModelStatus, Resident
+from specdec.server.resident import ModelStatus, Phase, Resident
 from specdec.server.settings import ServerConfig
 from specdec.server.shares import open_models
 from specdec.server.switcher import Switcher
@@ -170,7 +171,7 @@ def test_a_burst_over_three_loses_nothing(folders: list[str], plain: list[list[i
         assert held and max(held) <= arenas
         for own in switcher.residents:
             assert own.engine and own.switches["wake"] >= 1 and not own.switches["load"]
-            if own.is_resting:
+            if own.phase is Phase.RESTING:
                 assert not own.engine.model.loop.arena.data.any()
 
 
@@ -193,6 +194,58 @@ def test_a_switcher_that_is_cancelled_as_something_changes_ends(iterations: int)
         assert task.cancelled(), "the cancellation was lost"
 
     asyncio.run(cancel())
+
+
+ALLOWED = """
+UNLOADED: LOADING
+LOADING: WARM RESTING UNLOADED
+WARM: YIELDING FLUSHING DROPPING
+YIELDING: RESTING WARM
+RESTING: NEXT WAKING FLUSHING DROPPING
+NEXT: WAKING RESTING
+WAKING: WARM
+FLUSHING: UNLOADING WARM RESTING
+UNLOADING: UNLOADED
+DROPPING: STUCK UNLOADED
+STUCK: DROPPING
+"""
+PATHS = {
+    "LOADING WARM YIELDING RESTING NEXT WAKING WARM FLUSHING UNLOADING UNLOADED": "0110011110",
+    "LOADING RESTING FLUSHING RESTING DROPPING STUCK DROPPING UNLOADED": "00000000",
+    "LOADING WARM FLUSHING WARM DROPPING STUCK DROPPING UNLOADED": "01111110",
+    "LOADING RESTING WAKING WARM YIELDING WARM": "001111",
+}
+"""Sequences of phases, and whether the model holds an arena in each."""
+
+
+def test_a_model_enters_only_phases_that_may_follow() -> None:
+    allowed = {
+        (Phase[before], Phase[after])
+        for before, afters in (line.split(": ") for line in ALLOWED.strip().splitlines())
+        for after in afters.split()
+    }
+    for before, after in itertools.product(Phase, Phase):
+        model = Resident(Path("x"), ["x"], EngineConfig())
+        model.phase = before
+        if (before, after) in allowed:
+            model.move(after)
+            assert model.phase is after
+        else:
+            with pytest.raises(AssertionError, match=f"{before} -> {after}"):
+                model.move(after)
+            assert model.phase is before
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_phase_counts_the_arena_that_the_model_holds(path: str) -> None:
+    model, held = Resident(Path("x"), ["x"], EngineConfig()), []
+    assert not (model.holds_arena or model.holds_weights or model.is_changing)
+    for name in path.split():
+        model.move(Phase[name])
+        held.append(model.holds_arena)
+        assert model.holds_weights == (name != "UNLOADED")
+        assert model.is_changing == (name not in ("UNLOADED", "WARM", "RESTING"))
+    assert "".join(str(int(own)) for own in held) == PATHS[path]
 
 
 class Asked:
@@ -343,7 +396,7 @@ def test_models_are_loaded_one_at_a_time_and_freed_in_threads(
     with opened(folders, weights_bytes=1 << 30) as switcher:
 
         def build(own: Resident) -> SpecEngine:
-            built.append(sum(other.is_loading for other in switcher.residents))
+            built.append(sum(other.phase is Phase.LOADING for other in switcher.residents))
             return right(own)
 
         def noted() -> int:
@@ -414,7 +467,7 @@ def test_a_disconnect_while_waiting_ends_the_request_at_once(folders: list[str])
                 await waits
             assert second.engine and second.engine.fault is None
             await until(lambda: not second.engine or second.engine.stats().waiting == 0)
-            assert second.is_resting and second.wanted_s is None
+            assert second.phase is Phase.RESTING and second.wanted_s is None
             # An answer that is still being read needs no model, which may even be unloaded.
             await long
             assert len((await ask(second))[0]) == SHORT.max_tokens  # an idle one makes way at once
@@ -422,7 +475,7 @@ def test_a_disconnect_while_waiting_ends_the_request_at_once(folders: list[str])
             read = asyncio.create_task(ask(first, slow_s=60.0))
             await until(lambda: first.is_warm and not (first.gate.running or first.gate.waiting))
             assert len((await ask(second))[0]) == SHORT.max_tokens and not read.done()
-            assert first.is_resting and first.wanted_s is None
+            assert first.phase is Phase.RESTING and first.wanted_s is None
             read.cancel()
 
         run(switcher, turns)
@@ -499,7 +552,7 @@ def test_a_hung_engines_memory_is_counted_until_its_step_ends(folders: list[str]
             with pytest.raises(EngineError, match=r"It hangs"):
                 await asked
             await until(lambda: second.blocked is not None)
-            assert first.is_stuck and first.holds_arena and second.is_resting
+            assert first.phase is Phase.STUCK and first.holds_arena and second.phase is Phase.RESTING
             with pytest.raises(Failure, match=r"'berta' cannot run: .* 'anna'") as inside:
                 await waits
             assert inside.value.status == 503

@@ -89,8 +89,7 @@ def test_every_node_gets_its_own_slot(name: str) -> None:
 def test_draft_slots_take_the_computed_bytes(name: str) -> None:
     bench = make(name)
     free = bench.arena.usage().free_slabs
-    per_slab = LAYOUT.slab_bytes // bench.backing.bytes_per_token()
-    assert bench.backing.begin(OWNER, free * per_slab) is not None
+    assert bench.backing.begin(OWNER, free * bench.per_slab()) is not None
     assert bench.arena.usage().free_slabs == 0
 
 

@@ -20,7 +20,7 @@ def test_many_long_outputs_of_one_grammar_are_followed() -> None:
     form = grammars.begin("json_object", "true").result()
     record = '{"name": "hello world", "x": 123}'
     ids = tokenizer.encode('{"a": [' + ", ".join([record] * 200) + "]")[:2048]
-    outputs = [grammars.guide(form) for _ in range(56)]
+    outputs = [Guide(form) for _ in range(56)]
     for output in outputs:
         for token in ids:
             output.observe(token)

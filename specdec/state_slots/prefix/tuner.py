@@ -98,10 +98,6 @@ class Tuner:
     def is_due(self) -> bool:
         return len(self._waiting) >= EVERY
 
-    def tune(self) -> float:
-        """Simulate the oldest queued requests with every value; adopt a clearly better one."""
-        return self._tune(lambda: None)
-
     def start(self) -> None:
         """Start a thread that tunes whenever requests are queued."""
         if self._thread is None and not self._ends:
@@ -124,7 +120,7 @@ class Tuner:
             if self._ends:
                 return
             try:
-                self._tune(_Rest(self._pause))
+                self.tune(_Rest(self._pause))
             except Exception:
                 logger.exception("prefix_policy: tuning has failed; alpha stays %g", self.alpha)
                 with self._changed:
@@ -136,7 +132,8 @@ class Tuner:
         with self._changed:
             self._changed.wait_for(lambda: self._ends, seconds)
 
-    def _tune(self, pause: Callable[[], None]) -> float:
+    def tune(self, pause: Callable[[], None] = lambda: None) -> float:
+        """Simulate the oldest queued requests with every value; adopt a clearly better one."""
         with self._changed:
             batch = [self._waiting.popleft() for _ in range(min(EVERY, len(self._waiting)))]
             self._tokens -= sum(len(ids) for _, ids, _ in batch)

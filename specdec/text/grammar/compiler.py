@@ -12,7 +12,7 @@ from functools import partial
 
 from specdec.config.tenant import SOLE, Tenant
 from specdec.errors import CLOSED, EngineError, RequestError
-from specdec.text.grammar.guide import CompiledGrammar, Guide, Place, place_of
+from specdec.text.grammar.guide import CompiledGrammar, Place, place_of
 from specdec.text.grammar.places import Places
 from specdec.text.grammar.template import Link, Template
 from specdec.text.grammar.wire import DONE, Kind
@@ -58,10 +58,6 @@ class Grammars:
             self._known.clear()
             if self.template:
                 self.template.stop()
-
-    def guide(self, grammar: CompiledGrammar) -> Guide:
-        """Start following an output."""
-        return Guide(grammar)
 
     def begin(self, kind: str, source: str, tenant: Tenant = SOLE) -> "Future[CompiledGrammar]":
         """Compile a grammar in a daemon thread."""

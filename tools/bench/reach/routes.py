@@ -11,18 +11,10 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from specdec.http.client import reason
+from specdec.ray.two_step import LEND
 from tools.bench.reach.reply import EXCERPT, StreamedReply, stream
 
 Body = Mapping[str, Any]
-LENT: Body = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What vLLM's proxies ask of the prefill instance."""
 
 
 class BenchRoute(Protocol):
@@ -67,7 +59,7 @@ class ProxiedRoute:
         self, session: aiohttp.ClientSession, body: Body, due_s: float | None = None
     ) -> StreamedReply:
         reply = StreamedReply(time.perf_counter() if due_s is None else due_s)
-        asked = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": dict(LENT)}
+        asked = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": dict(LEND)}
         try:
             async with session.post(f"{self._prefill}/v1/completions", json=asked) as answer:
                 if answer.status != 200:
