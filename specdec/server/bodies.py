@@ -280,7 +280,7 @@ class RequestBody(BaseModel):
 
 
 class CompletionBody(RequestBody):
-    prompt: str | Ids | Many[str] | Many[Ids] = Field(description="a text, token ids, or a list of either")
+    prompt: str | Ids | Many[str] | Many[Ids] = Field(description="a string, token ids, or a list of either")
     logprobs: int | None = Field(None, description="alternatives for each token")
     echo: bool = Field(False, description="return the prompt before the text, with its log-probabilities")
 
@@ -304,7 +304,7 @@ class CompletionBody(RequestBody):
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
-            raise Failure(400, "prompt: it is empty; give a text or token ids.", param="prompt")
+            raise Failure(400, "prompt: it is empty; give a string or token ids.", param="prompt")
         return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 

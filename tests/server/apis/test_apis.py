@@ -395,7 +395,7 @@ def test_errors_have_the_format_of_the_api(
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"system": [{"type": "text"}]}, "system.0: a part of type 'text' lacks its text; give it."),
-        ({"system": {"text": "a"}}, "system: give a text, or a list of parts."),
+        ({"system": {"text": "a"}}, "system: give a string, or a list of parts."),
         ({"messages": [{**turn[0], "images": ["x"]}]}, "messages.0: images is not supported"),
         ({"cache_control": {"type": "ephemeral", "ttl": "9d"}}, "cache_control.ttl"),
     ]
@@ -417,7 +417,7 @@ def test_errors_have_the_format_of_the_api(
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": "a", "images": ["x"]}]}, "input.0: images is not supported"),
-        ({"input": [{**result, "output": {"a": 1}}]}, "input.0.output: give a text, or a list of parts."),
+        ({"input": [{**result, "output": {"a": 1}}]}, "input.0.output: give a string, or a list of parts."),
         (
             {"input": [{**result, "output": [{"type": "input_text"}]}], "previous_response_id": made},
             "input.0: a part of type 'input_text' lacks its text; give it.",
