@@ -108,8 +108,8 @@ def limited(
 
     def make() -> asyncio.BaseProtocol:
         if len(server.connections) >= most:
-            own = cast(list[Connection], server.connections)
-            idle = next((each for each in own if each.can_abort and not is_busy(each)), None)
+            connections = cast(list[Connection], server.connections)
+            idle = next((each for each in connections if each.can_abort and not is_busy(each)), None)
             if idle is None:
                 return _RefusedConnection()
             idle.abort()

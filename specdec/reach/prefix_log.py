@@ -34,7 +34,7 @@ LOOK_SHARE = 0.05
 HEX_16 = "16 hexadecimal digits in lower case"
 
 
-def hash_beginnings(ids: Sequence[int] | NDArray[np.integer], salt: str = "") -> NDArray[np.uint64]:
+def hash_prefixes(ids: Sequence[int] | NDArray[np.integer], salt: str = "") -> NDArray[np.uint64]:
     """Hash every prefix of a prompt at once: entry n - 1 covers the first n tokens.
 
     The hash is a sum of mixed (token, position) pairs modulo 2^64, so one cumulative sum suffices. It is only
@@ -171,7 +171,7 @@ class CachedPrefixLog:
 
 
 def _hash(ids: Ids, salt: str) -> int:
-    return int(hash_beginnings(ids, salt)[-1])
+    return int(hash_prefixes(ids, salt)[-1])
 
 
 def _entries(prefixes: Iterable[CachedPrefix]) -> list[tuple[str, int]]:

@@ -192,7 +192,7 @@ def test_a_partially_cached_prefix_is_not_copied_again(folder: Path) -> None:
         came: list[tuple[int, int]] = []
 
         def note(_: SpecEngine, lent: LentPrefix, writer: SpecEngine, landing: IncomingPrefix) -> None:
-            came.append((landing.have, len(landing.blocks)))
+            came.append((landing.num_cached, len(landing.blocks)))
 
         assert transfer_prefix(reader, writer, long, copied=note)
         assert came == [(48, 5)]

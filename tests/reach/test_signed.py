@@ -294,6 +294,6 @@ def test_a_captured_close_ends_no_lease_a_second_time_nor_with_another_body() ->
                 top, _, data = answer.partition(b"\r\n\r\n")
                 assert top.startswith(b"HTTP/1.1 401")
                 assert readable(request, 401, data)["error"]["code"] == reason
-            assert not lease.over
+            assert not lease.released
 
     run(test())
