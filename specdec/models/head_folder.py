@@ -79,8 +79,8 @@ class HeadFolder:
         try:
             weights.finish()
         except CheckpointError as error:
-            where = f"draft_model: {self.checkpoint.folder} is no head for this target"
-            raise CheckpointError(f"{where}: {error}", field="draft_model") from error
+            prefix = f"draft_model: {self.checkpoint.folder} is no head for this target"
+            raise CheckpointError(f"{prefix}: {error}", field="draft_model") from error
 
 
 def layer_fields(fields: Fields) -> Fields:

@@ -523,7 +523,7 @@ def test_expressions_that_may_take_long_are_refused(expression: str) -> None:
 )
 def test_usual_expressions_are_read(expression: str, left_out: bool) -> None:
     fields = Fields({"bits": 4, "group_size": 32, "dynamic": {f"-:{expression}": {}}})
-    numbers = gptq.read_format(fields).numbers_of("model.layers.0.mlp.gate_proj")
+    numbers = gptq.read_format(fields).scheme_of("model.layers.0.mlp.gate_proj")
     assert (numbers is None) == left_out
 
 
