@@ -109,7 +109,14 @@ def limited(
     def make() -> asyncio.BaseProtocol:
         if len(server.connections) >= most:
             connections = cast(list[Connection], server.connections)
-            idle = next((each for each in connections if each.can_abort and not is_busy(each)), None)
+            idle = next(
+                (
+                    connection
+                    for connection in connections
+                    if connection.can_abort and not is_busy(connection)
+                ),
+                None,
+            )
             if idle is None:
                 return _RefusedConnection()
             idle.abort()

@@ -19,7 +19,7 @@ from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Ids, PrefixNode
 
 CachedPrefix = tuple[int, int]
-"""A prefix's hash, from `hash_beginnings`, and its length."""
+"""A prefix's hash, from `hash_prefixes`, and its length."""
 MOST_CHANGES = 1 << 14
 """Maximum log entries; a router further behind gets a full answer."""
 MOST_TOLD = 1 << 16

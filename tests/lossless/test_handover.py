@@ -99,15 +99,15 @@ def by_two(reader: SpecEngine, writer: SpecEngine, **spoilt: Any) -> list[list[C
 
 
 def texts(said: Sequence[Sequence[Completion]]) -> list[list[tuple[Any, ...]]]:
-    return [[(own.token_ids, own.text, own.finish_reason) for own in choices] for choices in said]
+    return [[(choice.token_ids, choice.text, choice.finish_reason) for choice in choices] for choices in said]
 
 
 def drafts(said: Sequence[Sequence[Completion]]) -> list[list[Any]]:
-    return [[own.drafts for own in choices] for choices in said]
+    return [[choice.drafts for choice in choices] for choices in said]
 
 
 def lengths(said: Sequence[Sequence[Completion]]) -> float:
-    return sum(own.stats.acceptance_length for choices in said for own in choices)
+    return sum(choice.stats.acceptance_length for choices in said for choice in choices)
 
 
 @EXHAUSTIVE

@@ -272,7 +272,9 @@ def test_stored_and_resident_bytes_are_reported(
         for folder, kernels in ((narrow, "native"), (narrow, "cpu"), (wide, "native"))
     )
     packed = {
-        own.rpartition(".")[0] for own in read_tensors(narrow) if own.endswith(("scales", "weight_scale"))
+        tensor.rpartition(".")[0]
+        for tensor in read_tensors(narrow)
+        if tensor.endswith(("scales", "weight_scale"))
     }
     held = sum(
         value.nbytes for name, value in read_tensors(narrow).items() if name.rpartition(".")[0] in packed

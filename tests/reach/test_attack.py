@@ -342,7 +342,7 @@ def test_invalid_http_is_answered_without_echo_and_not_logged(
             check_error(400, json.loads(rest))
 
     run(test())
-    assert not [own for own in caplog.records if own.name.startswith(("aiohttp", "specdec"))]
+    assert not [record for record in caplog.records if record.name.startswith(("aiohttp", "specdec"))]
 
 
 def test_slow_headers_and_bodies_time_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_hashes_differ_by_tokens_order_salt_and_length() -> None:
         PrefixIdentity.of(IDS, "b"),
         PrefixIdentity.of([]),
     ]
-    assert len({own.hash for own in prompts}) == len(prompts)
+    assert len({prompt.hash for prompt in prompts}) == len(prompts)
     assert PrefixIdentity.of(torch.tensor(IDS).tolist()) == PROMPT
 
 

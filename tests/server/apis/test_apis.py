@@ -133,7 +133,7 @@ def test_a_conversation_with_tools_is_the_same_in_each(
     message = claude_answers(claude, stream=stream, messages=[{"role": "user", "content": ASK}], **blocks)
     thinking, text, *uses = message.content
     assert told[:2] == (thinking.thinking, text.text) and message.stop_reason == "tool_use"
-    assert [own.input for own in uses] == [json.loads(own) for own in calls]
+    assert [use.input for use in uses] == [json.loads(own) for own in calls]
 
     # Tool results are sent back: with the whole conversation, by the stored response, and as blocks.
     chat += [answer]
@@ -488,7 +488,7 @@ def test_an_invalid_schema_is_named_by_each_apis_field(live: Live, schema: Any, 
 
 def test_models_are_described_to_each_client(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     for models in (client.models.list(), claude.models.list(limit=1)):
-        assert [own.id for own in models] == ["scripted"]
+        assert [model.id for model in models] == ["scripted"]
     found = claude.models.retrieve("scripted")
     assert (found.type, found.display_name) == ("model", "scripted") and found.created_at.year > 2024
     with pytest.raises(anthropic.NotFoundError) as caught:
