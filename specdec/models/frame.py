@@ -42,7 +42,7 @@ class LoadedHalfLayer:
         self.post_D = norm.load(weights, f"{name}_post_norm.weight", hidden) if frame.post else None
 
     def __call__(self, x_TD: Tensor, added_TD: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """Return the stream and its pending addition, given those of the previous half.
+        """Return the stream and its pending addition, given the previous half's.
 
         May mutate x: the norm that reads the stream also adds the pending addition.
         """

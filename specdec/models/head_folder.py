@@ -84,7 +84,7 @@ class HeadFolder:
 
 
 def layer_fields(fields: Fields) -> Fields:
-    """Return the fields of the head's layers: the config's own, or those that speculators nests."""
+    """Return the fields of the head's layers, which speculators' configs nest."""
     return fields.within("transformer_layer_config") if KIND in fields else fields
 
 

@@ -81,7 +81,7 @@ def build_blocks(
     target_layers: Sequence[spec.LayerSpec] = (),
     narrow: torch.dtype | None = None,
 ) -> list[LoadedLayer]:
-    """Build the layers in order; their indices in the arena's views follow those of `behind`."""
+    """Build the layers in order; their indices in the arena's views follow those of `target_layers`."""
     blocks: list[LoadedLayer] = []
     placement = first_place(target_layers, network.hidden)
     for i, layer in enumerate(layers):

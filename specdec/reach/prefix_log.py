@@ -60,7 +60,7 @@ Entry = Annotated[tuple[Hash, Length], Strict(False)]
 class PrefixLogChanges(ChannelMessage):
     """Changes for a router: apply them to its entries at `since`, or to none if `whole`.
 
-    Entries added and removed since are listed in `gone`, though the router never saw them.
+    Entries that came and went since then are in `gone`, though the router never saw them.
     """
 
     epoch: Id = Field(description="the engine's id; entries of another engine are void")

@@ -21,7 +21,7 @@ from specdec.server.tools.bodies import ToolCall
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""Only the first mistake is reported: collecting those of millions would block the server."""
+"""Only the first mistake is reported: collecting millions would block the server."""
 CACHE = "cache_control"
 MOST_MARKS = 4
 MEDIA = frozenset(
@@ -61,7 +61,7 @@ def _kind(content: Any) -> str | None:
 EITHER = Discriminator(
     _kind, custom_error_type="either", custom_error_message="give a string, or a list of parts"
 )
-"""A text or a list: errors refer to the given type, with the location inside it."""
+"""A string or a list: errors refer to the given type, with the location inside it."""
 
 
 class TextOnly(BaseModel):

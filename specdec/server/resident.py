@@ -134,7 +134,7 @@ class Resident:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether its weights use memory, including those of a failed engine until freed."""
+        """Whether its weights use memory; a failed engine's do until freed."""
         return self.engine is not None or self.is_loading or self.is_unloading
 
     @property

@@ -101,7 +101,7 @@ def attend(
             length_B=torch.tensor([length]),
             ancestors_BMM=None if group.ancestors_BMM is None else group.ancestors_BMM[row : row + 1],
         )
-        # The kernel appends its inputs: pass the window's own keys and values as they were quantised.
+        # The kernel appends its inputs: pass the window's own keys and values after quantisation.
         position_M = length + window_M
         kv_MXJD = row_NPXJD[position_M // size, :, position_M % size]
         q_MN = q_THD[row * group.width : (row + 1) * group.width].flatten(1)

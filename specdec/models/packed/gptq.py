@@ -120,7 +120,7 @@ def _numbers(fields: Fields, default: QuantisationScheme | None = None) -> Quant
 def _dynamic(
     fields: Fields, default: QuantisationScheme
 ) -> list[tuple[re.Pattern[str], QuantisationScheme | None]]:
-    """Read per-layer overrides; those that disable quantisation come first."""
+    """Read per-layer overrides, exclusions first."""
     dynamic = fields.within("dynamic")
     rules: list[tuple[re.Pattern[str], QuantisationScheme | None]] = []
     for rule in dynamic.names():
