@@ -21,7 +21,7 @@ def releases() -> tuple[str, ...]:
     """Return the oldest supported release and the pinned one, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-    found = [re.fullmatch(r"transformers[>=]=([\d.]+)", own) for own in requirements]
+    found = [re.fullmatch(r"transformers[>=]=([\d.]+)", requirement) for requirement in requirements]
     oldest, newest = (own[1] for own in found if own)
     return oldest, newest
 

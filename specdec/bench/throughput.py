@@ -351,7 +351,7 @@ def legend(ratio: str, *, synthetic: bool) -> list[str]:
     ]
     if synthetic:
         lines.append(
-            "the synthetic length is that of full drafts; smaller ones, as at a text's end, gain less"
+            "the synthetic length is that of full drafts; smaller ones, as at the end of an output, gain less"
         )
     return lines
 

@@ -12,7 +12,7 @@ from specdec.config.sampling import SamplingParams
 from specdec.engine.engine import SpecEngine
 
 PROMPT = '''class Parser:
-    """Read a file of settings."""
+    """Read a settings file."""
 
     def __init__(self, path):
 '''

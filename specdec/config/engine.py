@@ -119,7 +119,7 @@ class EngineConfig(Settings):
     )
     draft_noise: bool = switch(
         True,
-        "rank draft tokens with the target's sampling noise; False: by logits alone. Texts do not change",
+        "rank draft tokens with the target's sampling noise; False: by logits alone. Outputs do not change",
     )
     slots: Literal["record", "snapshot"] = Field(
         "record",

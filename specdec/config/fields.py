@@ -34,7 +34,7 @@ def path(title: str) -> Any:
 
 def text(default: str | None, title: str) -> Any:
     """Define a text field."""
-    return Field(default, title=title, description="a text")
+    return Field(default, title=title, description="a string")
 
 
 def _or_none(default: object, description: str) -> str:

@@ -33,7 +33,7 @@ COMMON = frozenset(
 )
 """Settings shown by --help, in a line or two each; --help-all shows all, at length."""
 TEXTS = r'"\n\n", or ["\n\n", "END"] for several'
-"""How to type texts as JSON."""
+"""How to type strings as JSON."""
 SWITCH = MappingProxyType({"on": True, "true": True, "off": False, "false": False})
 """Words for True and False."""
 

@@ -159,7 +159,7 @@ class Parser(argparse.ArgumentParser):
                 f"{options[0]} and {word!r} both give the {text.dest}; give it once, in quotes if it has "
                 "several words"
             )
-        self.error(f"{self.prog} does not take {word!r}; put a text of several words in quotes")
+        self.error(f"{self.prog} does not take {word!r}; quote an argument with spaces")
 
     def _switch_before(self, word: str, words: Sequence[str]) -> argparse.Action | None:
         previous = words[words.index(word) - 1] if word in words[1:] else ""

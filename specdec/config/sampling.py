@@ -32,7 +32,7 @@ def _refuse_surrogates(value: object) -> object:
         return value
     except UnicodeEncodeError:
         raise ConfigError(
-            "SamplingParams.cache_salt is not valid Unicode; give a text of 1 to 256 characters, or None.",
+            "SamplingParams.cache_salt is not valid Unicode; give a string of 1 to 256 characters, or None.",
             field="cache_salt",
         ) from None
 
@@ -130,7 +130,7 @@ class SamplingParams(Settings):
         None,
         ge=-(2**63),
         lt=2**63,
-        title="random seed; the same one gives the same text, with and without drafts. None: random",
+        title="random seed; the same one gives the same output, with and without drafts. None: random",
         description="an integer of 64 bits, or None",
     )
     logprobs: int | None = Field(
@@ -153,7 +153,7 @@ class SamplingParams(Settings):
     )
     bad_words: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None,
-        title="blocked words, as tokenized at a text's start and after a space; words that begin with a "
+        title="blocked words, as tokenized at the output's start and after a space; words that begin with a "
         "line break, tab or two spaces as they are",
         description=f"a list of at most {MAX_STOPS} strings of 1 to 1024 characters and 128 tokens, or None",
     )
@@ -182,7 +182,7 @@ class SamplingParams(Settings):
         min_length=1,
         max_length=256,
         title="share cached prefixes and earlier outputs only within this salt",
-        description="a text of 1 to 256 characters, or None",
+        description="a string of 1 to 256 characters, or None",
     )
     cache_marks: list[Annotated[int, Field(ge=1)]] | None = Field(
         None,
@@ -200,7 +200,7 @@ class SamplingParams(Settings):
         title="markers and budget of thinking; a grammar applies after it",
         description="a ThinkingSpan, or None",
     )
-    speculate: bool = switch(True, "use drafts for this request; the text does not depend on it")
+    speculate: bool = switch(True, "use drafts for this request; the output does not depend on it")
     trees: bool = switch(False, "return each verify step's draft tree and what was accepted")
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:

@@ -21,7 +21,7 @@ def _own_json(value: object) -> object:
         reason = "it nests too deep" if isinstance(error, RecursionError) else f"{error}"
         raise contradiction(
             "structured_outputs",
-            f"the schema is not JSON ({reason}); give numbers, texts, lists and mappings.",
+            f"the schema is not JSON ({reason}); give numbers, strings, lists and mappings.",
         ) from None
 
 
@@ -41,14 +41,18 @@ class Structure(Settings):
     json_schema: Json = Field(
         None,
         title="JSON that matches this schema",
-        description="a JSON schema, as a mapping or a text, or None",
+        description="a JSON schema, as a mapping or a string, or None",
     )
     json_object: bool = switch(False, "any JSON object")
     regex: Text | None = Field(
         None, title="text that matches this regular expression", description="a regular expression, or None"
     )
     choice: list[Text] | None = Field(
-        None, min_length=1, fail_fast=True, title="one of these texts", description="a list of texts, or None"
+        None,
+        min_length=1,
+        fail_fast=True,
+        title="one of these strings",
+        description="a list of strings, or None",
     )
     grammar: Text | None = Field(
         None,
@@ -57,8 +61,8 @@ class Structure(Settings):
     )
     structural_tag: Json = Field(
         None,
-        title="texts and schemas between tags, in vLLM's format",
-        description="a structural tag, as a mapping or a text, or None",
+        title="strings and schemas between tags, in vLLM's format",
+        description="a structural tag, as a mapping or a string, or None",
     )
 
     @model_validator(mode="after")

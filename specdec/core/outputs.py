@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of the chosen token, and those of the likeliest tokens."""
+    """Log-probabilities of the chosen and the likeliest tokens."""
 
     token_id: int
     logprob: float

@@ -201,7 +201,7 @@ class SpecEngine:
         return self._grammars.begin(wanted.kind, wanted.source, _salted(tenant, params)) if wanted else None
 
     def check_length(self, text: str) -> None:
-        """Raise for a text too long for any tokenisation, before spending time on it."""
+        """Raise for input too long for any tokenisation, before spending time on it."""
         max_tokens = self.model.settings.max_model_len
         if self.tokenizer and len(text) > max_tokens * self.tokenizer.longest:
             raise RequestError(

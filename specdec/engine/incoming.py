@@ -27,7 +27,7 @@ class IncomingPrefix(FixedOwner):
 
     def __init__(self, tenant: Tenant, ids: Ids, shared: Sequence[int], num_cached: int) -> None:
         self.tenant, self.ids = tenant, ids
-        self.shared, self.have = tuple(shared), num_cached
+        self.shared, self.num_cached = tuple(shared), num_cached
         """Blocks already cached, and their number of tokens."""
         self.blocks: tuple[int, ...] = ()
         """Blocks to be fetched."""

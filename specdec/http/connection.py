@@ -108,8 +108,15 @@ def limited(
 
     def make() -> asyncio.BaseProtocol:
         if len(server.connections) >= most:
-            own = cast(list[Connection], server.connections)
-            idle = next((each for each in own if each.can_abort and not is_busy(each)), None)
+            connections = cast(list[Connection], server.connections)
+            idle = next(
+                (
+                    connection
+                    for connection in connections
+                    if connection.can_abort and not is_busy(connection)
+                ),
+                None,
+            )
             if idle is None:
                 return _RefusedConnection()
             idle.abort()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class StrideError(ValueError):
-    """A tensor's strides differ from those that the kernel requires."""
+    """A tensor's strides are not supported by the kernel."""
 
 
 OptionalTensor = TypeVar("OptionalTensor", bound=Tensor | None)

@@ -48,8 +48,8 @@ def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     kinds, forwards = _kinds(fields), feed_forwards(fields, dense=2)
     parts = zip(kinds, _feed_forwards(fields, forwards), strict=True)
     layers = (spec.LayerSpec((mixers[kind],), ffn) for kind, ffn in parts)
-    most = fields.integer("model_max_length", default=1 << 18)
-    return assemble(NAME, fields, tuple(layers), norm, max_length=most)
+    max_length = fields.integer("model_max_length", default=1 << 18)
+    return assemble(NAME, fields, tuple(layers), norm, max_length=max_length)
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -106,11 +106,11 @@ def _delta_attention(fields: Fields, eps: float) -> KimiDeltaAttention:
 
 def _latent_attention(fields: Fields) -> LatentAttention:
     """Read latent attention; it rotates all shared entries, regardless of `partial_rotary_factor`."""
-    plain = kimi_linear.latent_attention(fields)
-    if plain.shared_dim % 2:
+    mixer = kimi_linear.latent_attention(fields)
+    if mixer.shared_dim % 2:
         fields.refuse("qk_rope_head_dim", "an even number of rotated entries")
-    fields.only("rotary_dim", plain.shared_dim)
-    return replace(plain, rope=Rope(plain.shared_dim, rope_theta(fields, default=6e6)), gated=True)
+    fields.only("rotary_dim", mixer.shared_dim)
+    return replace(mixer, rope=Rope(mixer.shared_dim, rope_theta(fields, default=6e6)), gated=True)
 
 
 def _feed_forwards(fields: Fields, forwards: tuple[str, ...]) -> Iterator[FeedForward]:
@@ -126,11 +126,11 @@ def _feed_forwards(fields: Fields, forwards: tuple[str, ...]) -> Iterator[FeedFo
 
 def _limits(fields: Fields, name: str, forwards: tuple[str, ...]) -> tuple[float, ...]:
     """Read the activation limits of each layer's experts; 0 and null mean unlimited."""
-    found = [None] * len(forwards) if fields.get(name) is None else fields.get(name)
-    numbers = isinstance(found, list) and all(isinstance(own or 0, int | float) for own in found)
-    if not numbers or len(found) < len(forwards) or any((own or 0) < 0 for own in found):
+    values = [None] * len(forwards) if fields.get(name) is None else fields.get(name)
+    numbers = isinstance(values, list) and all(isinstance(value or 0, int | float) for value in values)
+    if not numbers or len(values) < len(forwards) or any((value or 0) < 0 for value in values):
         fields.refuse(name, f"a number of at least 0 for each of {len(forwards)} layers")
-    limits = tuple(float(own) if own else math.inf for own in found[: len(forwards)])
+    limits = tuple(float(value) if value else math.inf for value in values[: len(forwards)])
     if any(limit < math.inf and kind == DENSE for limit, kind in zip(limits, forwards, strict=True)):
         fields.refuse(name, "limits of layers with experts alone (0 in the others)")
     return limits
@@ -152,34 +152,34 @@ def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     )
 
 
-def _mixers(network: spec.NetworkSpec, home: str) -> Iterator[TensorRule]:
+def _mixers(network: spec.NetworkSpec, prefix: str) -> Iterator[TensorRule]:
     for mixer in set(network.mixers()):
         if isinstance(mixer, LatentAttention):
-            yield from _rotated(mixer, home)
-            yield from rules.latent_attention(home, mixer)
+            yield from _rotated(mixer, prefix)
+            yield from rules.latent_attention(prefix, mixer)
         elif isinstance(mixer, KimiDeltaAttention):
-            yield from rules.delta_attention(home, mixer.width)
-    yield from layer_rules(r"mixer\.gate\.weight", f"{home}.g_proj.weight")
+            yield from rules.delta_attention(prefix, mixer.width)
+    yield from layer_rules(r"mixer\.gate\.weight", f"{prefix}.g_proj.weight")
     for name in ("dense", "o_proj"):
-        yield from layer_rules(r"mixer\.(?:o|out)\.weight", f"{home}.{name}.weight")
+        yield from layer_rules(r"mixer\.(?:o|out)\.weight", f"{prefix}.{name}.weight")
 
 
-def _rotated(mixer: LatentAttention, home: str) -> Iterator[TensorRule]:
+def _rotated(mixer: LatentAttention, prefix: str) -> Iterator[TensorRule]:
     """Yield rules of the projections with rotated outputs, stored as adjacent pairs."""
-    queries, turned = (mixer.heads, mixer.own_dim), mixer.shared_dim
-    for name, disk, (blocks, before) in (
+    queries, rotated = (mixer.heads, mixer.own_dim), mixer.shared_dim
+    for name, disk, (blocks, unrotated) in (
         ("q", "q_proj", queries),
         ("q_b", "q_b_proj", queries),
         ("kv_a", "kv_a_proj_with_mqa", (1, mixer.kv_rank)),
     ):
-        recipe = rows(partial(_split_pairs, blocks, before, turned), blocks * (before + turned))
-        yield from layer_rules(rf"mixer\.{name}\.weight", f"{home}.{disk}.weight", recipe=recipe)
+        recipe = rows(partial(_split_pairs, blocks, unrotated, rotated), blocks * (unrotated + rotated))
+        yield from layer_rules(rf"mixer\.{name}\.weight", f"{prefix}.{disk}.weight", recipe=recipe)
 
 
-def _split_pairs(blocks: int, before: int, turned: int) -> Tensor:
+def _split_pairs(blocks: int, unrotated: int, rotated: int) -> Tensor:
     """Return the row order that splits each block's trailing pairs: first halves, then second halves."""
-    row = torch.arange(blocks * (before + turned)).view(blocks, -1)
-    return torch.cat((row[:, :before], row[:, before::2], row[:, before + 1 :: 2]), dim=1).flatten()
+    row = torch.arange(blocks * (unrotated + rotated)).view(blocks, -1)
+    return torch.cat((row[:, :unrotated], row[:, unrotated::2], row[:, unrotated + 1 :: 2]), dim=1).flatten()
 
 
 def _feed_forward() -> Iterator[TensorRule]:

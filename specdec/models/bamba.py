@@ -40,12 +40,12 @@ def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     refuse_unsupported(fields)
     norm = Norm(fields.number("rms_norm_eps", default=1e-5), wide=False)
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
-    attends = fields.integers("attn_layer_indices")
-    if not set(attends) <= set(range(count)):
+    attention_layers = fields.integers("attn_layer_indices")
+    if not set(attention_layers) <= set(range(count)):
         fields.refuse("attn_layer_indices", f"numbers of layers, from 0 to {count - 1}")
     full, mamba = _attention(fields), mamba2(fields, eps=norm.eps)
     ffn = swiglu(fields, bias=fields.flag("mlp_bias", default=False))
-    layers = tuple(spec.LayerSpec((full if i in attends else mamba,), ffn) for i in range(count))
+    layers = tuple(spec.LayerSpec((full if i in attention_layers else mamba,), ffn) for i in range(count))
     return assemble(NAME, fields, layers, norm)
 
 
@@ -54,9 +54,9 @@ def _attention(fields: Fields) -> Attention:
 
     A top-level `partial_rotary_factor` is ignored, as in transformers.
     """
-    own = attention(fields, rotates=False)
-    width = rotated_width(rope_parameters(fields), own.head_dim, partial=0.5)
-    return replace(own, rope=Rope(width, rope_theta(fields, default=10_000.0)))
+    mixer = attention(fields, rotates=False)
+    width = rotated_width(rope_parameters(fields), mixer.head_dim, partial=0.5)
+    return replace(mixer, rope=Rope(width, rope_theta(fields, default=10_000.0)))
 
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:

@@ -110,7 +110,7 @@ def read_block(checkpoint: Checkpoint, target: spec.NetworkSpec) -> HeadFolder:
     head = spec.Block(
         width=width,
         vocab=vocab,
-        layers=tuple(spec.LayerSpec((replace(mixer, window=own),), swiglu(layer)) for own in windows),
+        layers=tuple(spec.LayerSpec((replace(mixer, window=window),), swiglu(layer)) for window in windows),
         norm=norm,
         aux_hidden_layers=_streams(fields, nested, len(target.layers), len(windows)),
         target_width=target.hidden,
@@ -170,9 +170,9 @@ def _windows(
         size = (nested if "swa_window_size" in nested else layer).integer(
             "swa_window_size" if "swa_window_size" in nested else "sliding_window"
         )
-        if not all(own for own, kind in zip(causal, kinds, strict=True) if kind == SLIDING):
-            where, name = (fields, "is_causal") if "is_causal" in fields else (nested, "causal")
-            where.refuse(name, "causal layers (true) where layer_types has a sliding window")
+        if not all(flag for flag, kind in zip(causal, kinds, strict=True) if kind == SLIDING):
+            level, name = (fields, "is_causal") if "is_causal" in fields else (nested, "causal")
+            level.refuse(name, "causal layers (true) where layer_types has a sliding window")
     return tuple(size if kind == SLIDING else None for kind in kinds), causal
 
 
@@ -180,29 +180,29 @@ def _causal(fields: Fields, nested: Fields, *, default: bool) -> bool:
     return fields.flag("is_causal", default=nested.flag("causal", default=default))
 
 
-def _streams(fields: Fields, nested: Fields, layers: int, own: int) -> tuple[int, ...]:
+def _streams(fields: Fields, nested: Fields, layers: int, depth: int) -> tuple[int, ...]:
     """Return the layers whose input streams are fused.
 
     z-lab names layers by their outputs, speculators by their inputs.
     """
     if KIND in fields:
-        where, name, streams = (
+        level, name, streams = (
             fields,
             "aux_hidden_state_layer_ids",
             fields.integers("aux_hidden_state_layer_ids"),
         )
     else:
-        where, name = nested if "target_layer_ids" in nested else fields, "target_layer_ids"
+        level, name = nested if "target_layer_ids" in nested else fields, "target_layer_ids"
         fields.only("num_target_layers", layers)
-        streams = tuple(i + 1 for i in where.integers(name) or _spread(layers, own))
+        streams = tuple(i + 1 for i in level.integers(name) or _spread(layers, depth))
     # Libraries disagree on whether the last layer's output is normalised.
     if not streams or not all(0 <= stream < layers for stream in streams):
-        where.refuse(name, f"layers before the last of a target that has {layers}")
+        level.refuse(name, f"layers before the last of a target that has {layers}")
     return streams
 
 
-def _spread(layers: int, own: int) -> list[int]:
+def _spread(layers: int, depth: int) -> list[int]:
     """Return the default of `target_layer_ids`: evenly spread from the second layer to the third last."""
-    if own == 1:
+    if depth == 1:
         return [layers // 2]
-    return [round(1 + i * (layers - 4) / (own - 1)) for i in range(own)]
+    return [round(1 + i * (layers - 4) / (depth - 1)) for i in range(depth)]

@@ -48,14 +48,14 @@ class BlockHead:
         self.hidden_norm_D = s.norm.load(weights, "hidden_norm.weight", width)
         self.norm_D = s.norm.load(weights, "norm.weight", width)
         self.layers: list[LoadedLayer] = []
-        place = first_place(target.spec.layers, width)
+        placement = first_place(target.spec.layers, width)
         rows, bias = dict[str, int](), False
         for i, layer in enumerate(layers):
             (mixer,) = layer.mixers
             assert isinstance(mixer, Attention)
-            own = weights.within(f"layers.{i}")
-            self.layers.append(LoadedLayer(layer, width, s.norm, own, kernels, place))
-            place = place.after(mixer)
+            layer_weights = weights.within(f"layers.{i}")
+            self.layers.append(LoadedLayer(layer, width, s.norm, layer_weights, kernels, placement))
+            placement = placement.after(mixer)
             rows |= {f"{CONTEXT}{i}.{name}": mixer.kv_heads * mixer.head_dim for name in "kv"}
             bias = mixer.bias
         self.context = Linear.load(weights, kernels, rows, width, bias=bias)

@@ -45,8 +45,8 @@ def layer_kinds(
     if kinds is None and default:
         return (default,) * count
     if kinds is None:
-        every = fields.integer("full_attention_interval", default=interval or 1)
-        return tuple(FULL if (i + 1) % every == 0 else LINEAR for i in range(count))
+        full_interval = fields.integer("full_attention_interval", default=interval or 1)
+        return tuple(FULL if (i + 1) % full_interval == 0 else LINEAR for i in range(count))
     kinds = modern_kinds(kinds)
     if unknown := set(kinds) - set(supported):
         fields.refuse("layer_types", f"only {' and '.join(supported)}, not {', '.join(sorted(unknown))}")
@@ -65,7 +65,7 @@ def sliding_kinds(fields: Fields, slides: Sequence[bool]) -> tuple[str, ...]:
     on = has_window(fields)
     if "layer_types" in fields:
         return layer_kinds(fields, supported=(FULL, SLIDING) if on else (FULL,))
-    return tuple(SLIDING if on and own else FULL for own in slides)
+    return tuple(SLIDING if on and is_sliding else FULL for is_sliding in slides)
 
 
 def behind_full_layers(fields: Fields) -> tuple[str, ...]:
@@ -142,20 +142,20 @@ def _scaling(fields: Fields, theta: float) -> Scaling | None:
 def _yarn(fields: Fields, nested: Fields, theta: float) -> YarnScaling:
     """Read YaRN's parameters; a missing attention_factor follows from the others."""
     context = _original_context(fields, nested)
-    longer = fields.integer("max_position_embeddings") / context if nested.null("factor") else None
-    factor = _positive(nested, "factor", longer)
+    default_factor = fields.integer("max_position_embeddings") / context if nested.null("factor") else None
+    factor = _positive(nested, "factor", default_factor)
     fast, slow = _positive(nested, "beta_fast", 32.0), _positive(nested, "beta_slow", 1.0)
     if fast < slow:
         nested.refuse("beta_fast", f"a number of at least beta_slow ({slow:g})")
     if theta <= 1:
         nested.refuse("rope_theta", "a number above 1, with rope_type yarn")
-    own, other = (nested.number(name, default=0.0) for name in ("mscale", "mscale_all_dim"))
-    if min(own, other) < 0:
-        nested.refuse("mscale" if own < 0 else "mscale_all_dim", "a number of at least 0")
+    m, m_all = (nested.number(name, default=0.0) for name in ("mscale", "mscale_all_dim"))
+    if min(m, m_all) < 0:
+        nested.refuse("mscale" if m < 0 else "mscale_all_dim", "a number of at least 0")
     if factor * context > LARGEST:
         nested.refuse("factor", f"a context of at most {LARGEST:,}, and not {factor * context:.3g}")
-    both = yarn_attention(factor, own) / yarn_attention(factor, other) if own and other else None
-    attention = _positive(nested, "attention_factor", both or yarn_attention(factor))
+    ratio = yarn_attention(factor, m) / yarn_attention(factor, m_all) if m and m_all else None
+    attention = _positive(nested, "attention_factor", ratio or yarn_attention(factor))
     truncate = nested.flag("truncate", default=True)
     return YarnScaling(theta, factor, context, fast, slow, truncate, attention)
 
@@ -163,15 +163,15 @@ def _yarn(fields: Fields, nested: Fields, theta: float) -> YarnScaling:
 def _original_context(fields: Fields, nested: Fields) -> int:
     """Read the context length before scaling; the outer field takes precedence."""
     name = "original_max_position_embeddings"
-    where = fields if name in fields else nested
-    return where.integer(name, default=fields.integer("max_position_embeddings"))
+    level = fields if name in fields else nested
+    return level.integer(name, default=fields.integer("max_position_embeddings"))
 
 
 def _positive(fields: Fields, name: str, default: float | None = None) -> float:
-    found = fields.number(name, default=default)
-    if not 1 / MOST_SCALED <= found <= MOST_SCALED:
+    value = fields.number(name, default=default)
+    if not 1 / MOST_SCALED <= value <= MOST_SCALED:
         fields.refuse(name, f"a number above 0 (from {1 / MOST_SCALED:g} to {MOST_SCALED:g})")
-    return found
+    return value
 
 
 def rotated_width(fields: Fields, head_dim: int, *, partial: float) -> int:
@@ -250,8 +250,8 @@ def mamba2(fields: Fields, *, eps: float, inner: int | None = None) -> Mamba2:
     heads, groups = fields.integer("mamba_n_heads"), fields.integer("mamba_n_groups", default=1)
     if heads % groups:
         fields.refuse("mamba_n_heads", f"a multiple of mamba_n_groups ({groups})")
-    own = fields.get("mamba_d_head")
-    head_dim = inner // heads if own in (None, "auto") else fields.integer("mamba_d_head")
+    head_width = fields.get("mamba_d_head")
+    head_dim = inner // heads if head_width in (None, "auto") else fields.integer("mamba_d_head")
     if heads * head_dim != inner:
         fields.refuse("mamba_n_heads", f"heads (of mamba_d_head) that make up the width of x ({inner})")
     return Mamba2(
@@ -318,13 +318,13 @@ def is_sparse(fields: Fields, layer: int) -> bool:
 def feed_forwards(fields: Fields, *, dense: int) -> tuple[str, ...]:
     """Return each layer's feed-forward kind: `mlp_layer_types`, else experts after the first few layers."""
     count = fields.integer("num_hidden_layers", most=MOST_LAYERS)
-    found = fields.strings("mlp_layer_types")
-    if found is None:
+    kinds = fields.strings("mlp_layer_types")
+    if kinds is None:
         dense = fields.integer("first_k_dense_replace", default=dense, least=0)
         return tuple(DENSE if i < dense else SPARSE for i in range(count))
-    if len(found) != count or not set(found) <= {DENSE, SPARSE}:
+    if len(kinds) != count or not set(kinds) <= {DENSE, SPARSE}:
         fields.refuse("mlp_layer_types", f"{DENSE} or {SPARSE} for each of {count} layers")
-    return found
+    return kinds
 
 
 def grouped_moe(fields: Fields, *, groups: int = 1, top_groups: int = 1, scale: float) -> MoE:

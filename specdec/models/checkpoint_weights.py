@@ -102,7 +102,7 @@ class CheckpointWeights:
         if self.unused:
             return weight_ND
         source = self._source(name, 1) or (self._source(_EMBEDDING, 1) if name == _HEAD else None)
-        if source and self._tensors.numbers(source.disk[0]):
+        if source and self._tensors.scheme(source.disk[0]):
             self._widened.pop(source.disk[0], None)
             reader = _Reader(self, name, self._dtype, keep=True)
             return source.recipe(reader, source.disk, tuple(weight_ND.shape))
@@ -154,7 +154,7 @@ class CheckpointWeights:
         if disk not in self._names:
             self._missing.append(f"{disk} {list(shape)}")
             return self.stand_in(shape, dtype)
-        if self._tensors.numbers(disk):
+        if self._tensors.scheme(disk):
             return self._read_packed(disk, shape, dtype)
         info = self._checkpoint.info(disk)
         readable = (*_READABLE, _FP8) if self._fp8_weights and len(shape) > 1 else _READABLE

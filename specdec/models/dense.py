@@ -49,9 +49,9 @@ def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     width = window(fields, default=WINDOW.get(kind)) if SLIDING in kinds else None
     layers = (
         spec.LayerSpec(
-            (replace(full, window=width if own == SLIDING else None, rope=full.rope if turns else None),), ffn
+            (replace(full, window=width if k == SLIDING else None, rope=full.rope if rotate else None),), ffn
         )
-        for own, turns in zip(kinds, rotates, strict=True)
+        for k, rotate in zip(kinds, rotates, strict=True)
     )
     norm = Norm(fields.number("rms_norm_eps"), wide=False)
     return assemble(NAME, fields, tuple(layers), norm, tied=kind == "smollm3")
@@ -78,10 +78,10 @@ def _rotates(fields: Fields, kind: str) -> tuple[bool, ...]:
     interval = fields.integer("no_rope_layer_interval", default=4)
     if "no_rope_layers" not in fields:
         return tuple((i + 1) % interval != 0 for i in range(count))
-    turns = fields.integers("no_rope_layers")
-    if len(turns) < count or not set(turns) <= {0, 1}:
+    flags = fields.integers("no_rope_layers")
+    if len(flags) < count or not set(flags) <= {0, 1}:
         fields.refuse("no_rope_layers", f"1 (with positions) or 0 for each of {count} layers")
-    return tuple(own == 1 for own in turns[:count])
+    return tuple(flag == 1 for flag in flags[:count])
 
 
 def _kinds(fields: Fields, kind: str, rotates: tuple[bool, ...]) -> tuple[str, ...]:

@@ -72,11 +72,11 @@ def read_eagle(checkpoint: Checkpoint, target: spec.NetworkSpec) -> HeadFolder:
     vocab = vocab_of(layer, target, embeds=has("embed.weight"))
     ranked = fields.integer("draft_vocab_size", default=vocab if has("head.weight") else target.vocab)
     ids_C = draft_ids(checkpoint, fields, ranked, target.vocab)
-    ordinary = spec.LayerSpec((mixer,), swiglu(layer))
+    layer_spec = spec.LayerSpec((mixer,), swiglu(layer))
     head = spec.Eagle(
         width=width,
         vocab=vocab,
-        layers=(replace(ordinary, reads=2 * width if fuses else width), *[ordinary] * (count - 1)),
+        layers=(replace(layer_spec, reads=2 * width if fuses else width), *[layer_spec] * (count - 1)),
         norm=norm,
         aux_hidden_layers=_aux_hidden_layers(fields, len(target.layers)) if fuses else (),
         target_width=target.hidden,
@@ -123,7 +123,7 @@ def _table(layer: str, *, fuses: bool) -> CheckpointLayout:
             TensorRule(r"head\.weight", "lm_head.weight"),
             TensorRule(r"head\.weight", "~lm_head.weight"),
             TensorRule(r"fc\.(weight|bias)", r"~fc.\1"),
-            *(rule for own in layers for rule in layer_rules(*own)),
+            *(rule for names in layers for rule in layer_rules(*names)),
             *(fused if fuses else ()),
         ),
         prefixes=("", "model."),
@@ -139,10 +139,10 @@ def _aux_hidden_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     their outputs; any other by their inputs, as does the default: layers 2, N // 2 and N - 3.
     """
     nested = fields.within("eagle_config")
-    where = nested if _AUX_LAYERS in nested else fields
-    ids = where.integers(_AUX_LAYERS) or (2, layers // 2, layers - 3)
+    level = nested if _AUX_LAYERS in nested else fields
+    ids = level.integers(_AUX_LAYERS) or (2, layers // 2, layers - 3)
     by_outputs = ids[0] == 1 and KIND not in fields
     aux_hidden_layers = tuple(i + 1 for i in ids) if by_outputs else ids
     if not all(0 <= layer <= layers for layer in aux_hidden_layers):
-        where.refuse(_AUX_LAYERS, f"layers of a target that has {layers}")
+        level.refuse(_AUX_LAYERS, f"layers of a target that has {layers}")
     return aux_hidden_layers

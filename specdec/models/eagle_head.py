@@ -46,13 +46,13 @@ class EagleHead:
             for i in range(streams if s.norms_each else 0)
         ]
         self.input_norm_D = s.norm.load(weights, "input_norm.weight", reads) if s.norms_joined else None
-        place = first_place(target.spec.layers, width, reads=s.layers[0].reads)
+        placement = first_place(target.spec.layers, width, reads=s.layers[0].reads)
         self.blocks: list[LoadedLayer] = []
         for i, layer in enumerate(s.layers):
             self.blocks.append(
-                LoadedLayer(layer, width, s.norm, weights.within(f"layers.{i}"), kernels, place)
+                LoadedLayer(layer, width, s.norm, weights.within(f"layers.{i}"), kernels, placement)
             )
-            place = replace(place.after(*layer.mixers), reads=width)
+            placement = replace(placement.after(*layer.mixers), reads=width)
         ropes = (rope for layer in s.layers for mixer in layer.mixers for rope in mixer.ropes())
         self.rope = rope_tables(ropes, max_length, kernels, device)
         self._replays = Replays(self._run, kernels)

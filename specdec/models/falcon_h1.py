@@ -47,17 +47,17 @@ def _multiplier(fields: Fields, of: str) -> float:
 
 def _attention(fields: Fields) -> Attention:
     """Read attention; the key multiplier is applied to the score scale."""
-    own = attention(fields)
-    return replace(own, scale=own.scale * _multiplier(fields, "key"))
+    mixer = attention(fields)
+    return replace(mixer, scale=mixer.scale * _multiplier(fields, "key"))
 
 
 def _mamba(fields: Fields, eps: float) -> Mamba2:
     inner = fields.integer("mamba_d_ssm") if "mamba_d_ssm" in fields else None
     gate, x, b, c, dt = fields.numbers("ssm_multipliers", 5)
-    own = mamba2(fields, eps=eps, inner=inner)
+    mixer = mamba2(fields, eps=eps, inner=inner)
     normed: Normed = "before gate" if fields.flag("mamba_norm_before_gate", default=True) else "of gated"
     return replace(
-        own,
+        mixer,
         out_bias=fields.flag("projectors_bias", default=False),
         norm=normed if fields.flag("mamba_rms_norm", default=False) else "none",
         wide_norm=True,

@@ -106,24 +106,24 @@ def read_network(checkpoint: Checkpoint) -> spec.NetworkSpec:
     drop them and keep the config. A stored output head that differs from the embedding is used even if the
     config ties them, as in transformers.
     """
-    described = network(checkpoint.config)
+    network_spec = network(checkpoint.config)
     generation = Fields(checkpoint.generation_config, file="generation_config.json")
-    eos = generation.tokens("eos_token_id", described.vocab) or described.eos
-    held = any(name.startswith("mtp.") for name in checkpoint.names())
-    tied = described.tied and not _own_head(checkpoint, described)
-    return replace(described, eos=eos, mtp=described.mtp if held else (), tied=tied)
+    eos = generation.tokens("eos_token_id", network_spec.vocab) or network_spec.eos
+    has_mtp = any(name.startswith("mtp.") for name in checkpoint.names())
+    tied = network_spec.tied and not _own_head(checkpoint, network_spec)
+    return replace(network_spec, eos=eos, mtp=network_spec.mtp if has_mtp else (), tied=tied)
 
 
 def _own_head(checkpoint: Checkpoint, network: spec.NetworkSpec) -> bool:
     tensors = open_tensors(checkpoint)
     table, names = layout(network), tensors.names
     embed, head = (
-        next((s.disk[0] for s in table.sources(ours, table.prefix(names)) if s.present(names, 1)), None)
-        for ours in ("embed.weight", "head.weight")
+        next((s.disk[0] for s in table.sources(name, table.prefix(names)) if s.present(names, 1)), None)
+        for name in ("embed.weight", "head.weight")
     )
     if embed is None or head is None:
         return False
-    if tensors.numbers(embed) or tensors.numbers(head):
+    if tensors.scheme(embed) or tensors.scheme(head):
         return True
     return not torch.equal(checkpoint.tensor(embed), checkpoint.tensor(head))
 
@@ -168,20 +168,20 @@ def open_tensors(checkpoint: Checkpoint) -> Tensors:
     return Tensors(checkpoint, stored_format(checkpoint.config))
 
 
-def stored_numbers(
+def stored_scheme(
     checkpoint: Checkpoint, network: spec.NetworkSpec
 ) -> Callable[[str], QuantisationScheme | None]:
     """Return a function from our name of a matrix to its integer storage, or None."""
     table, tensors = layout(network), open_tensors(checkpoint)
     prefix = table.prefix(tensors.names)
 
-    def numbers(name: str) -> QuantisationScheme | None:
+    def scheme(name: str) -> QuantisationScheme | None:
         names = (name, "embed.weight") if name == "head.weight" and network.tied else (name,)
-        sources = (source for own in names for source in table.sources(own, prefix))
+        sources = (source for each in names for source in table.sources(each, prefix))
         found = next((source for source in sources if source.present(tensors.names, 1)), None)
-        return tensors.numbers(numbered(found.disk[0], 0)) if found else None
+        return tensors.scheme(numbered(found.disk[0], 0)) if found else None
 
-    return numbers
+    return scheme
 
 
 def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -108,12 +108,12 @@ class MoE(FeedForward):
         return self.width * (2 if self.activation == "swiglu" else 1)
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
-        found = {"router": (self.experts, hidden)}
+        shapes = {"router": (self.experts, hidden)}
         if self.shared:
-            found |= {f"shared {name}": size for name, size in self.shared.matrices(hidden).items()}
+            shapes |= {f"shared {name}": size for name, size in self.shared.matrices(hidden).items()}
         if self.latent:
-            found |= {"latent in": (self.latent, hidden), "latent out": (hidden, self.latent)}
-        return found
+            shapes |= {"latent in": (self.latent, hidden), "latent out": (hidden, self.latent)}
+        return shapes
 
     def token_flops(self, hidden: int) -> float:
         """Return the FLOPs of a token's chosen experts."""
@@ -128,15 +128,15 @@ class LoadedMLP:
         rows = dict.fromkeys(("up",) if s.activation == "relu2" else ("gate", "up"), s.width)
         self.width, self.gate_scale = s.width, s.gate_scale
         self.up: Projection = Linear.load(weights, kernels, rows, hidden, bias=s.bias)
-        own: Projection = getattr(kernels, s.activation)
-        self.activate = own if s.limit == math.inf else partial(kernels.swiglu, limit=s.limit)
+        activation: Projection = getattr(kernels, s.activation)
+        self.activate = activation if s.limit == math.inf else partial(kernels.swiglu, limit=s.limit)
         self.down = Linear.load(weights, kernels, {"down": hidden}, s.width, bias=s.bias)
 
     def with_up(self, up: Projection) -> "LoadedMLP":
         """Return a copy with another first product."""
-        own = copy(self)
-        own.up = up
-        return own
+        clone = copy(self)
+        clone.up = up
+        return clone
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         up_TI = self.up(x_TD)

@@ -36,9 +36,9 @@ class Fields:
 
     def refuse(self, name: str, supported: str) -> NoReturn:
         """Raise an error: this value of the field is unsupported."""
-        where = f"{self._where}.{name}" if self._where else name
-        found = f"is {reprlib.repr(self._values[name])}" if name in self._values else "is missing"
-        raise CheckpointError(f"{self._file}: {where} {found}; specdec needs {supported}", field=where)
+        path = f"{self._where}.{name}" if self._where else name
+        problem = f"is {reprlib.repr(self._values[name])}" if name in self._values else "is missing"
+        raise CheckpointError(f"{self._file}: {path} {problem}; specdec needs {supported}", field=path)
 
     def names(self) -> tuple[str, ...]:
         """Return the present fields, in the file's order."""
@@ -71,10 +71,10 @@ class Fields:
         """Read `count` finite numbers; an absent field means all 1."""
         value = self.get(name)
         value = [1.0] * count if value is None else value
-        fits = isinstance(value, list | tuple) and len(value) == count
-        if not fits or not all(type(own) in (int, float) and math.isfinite(own) for own in value):
+        is_list = isinstance(value, list | tuple) and len(value) == count
+        if not is_list or not all(type(entry) in (int, float) and math.isfinite(entry) for entry in value):
             self.refuse(name, f"a list of {count} finite numbers")
-        return tuple(float(own) for own in value)
+        return tuple(float(entry) for entry in value)
 
     def string(self, name: str, default: str | None = None) -> str:
         """Read a string; without a default the field is required."""

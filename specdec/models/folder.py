@@ -73,11 +73,11 @@ def _only_gguf(folder: Path) -> Path | None:
     is_described = has_file(folder / "config.json") and os.path.lexists(folder / GGUF)
     if is_described or any(os.path.lexists(folder / weights) for weights in (SINGLE, INDEX)):
         return None
-    found = models(path.name for path in folder.glob(f"*{SUFFIX}"))
-    if len(found) > 1:
-        names = ", ".join(found[:8])
+    files = models(path.name for path in folder.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        names = ", ".join(files[:8])
         raise CheckpointError(f"{short(folder)} holds several GGUF files; give one of {names}", field="model")
-    return folder / found[0] if found else None
+    return folder / files[0] if files else None
 
 
 def _described(file: Path, scratch: Path | None) -> Path:
@@ -146,5 +146,5 @@ def _download(name: HubName, scratch: Path | None) -> Path:
 
 def short(name: object) -> str:
     """Format a name on one line, shortened."""
-    shown = " ".join(str(name).splitlines())
-    return shown if len(shown) <= SHOWN else f"{shown[: SHOWN // 2]}…{shown[-SHOWN // 4 :]}"
+    line = " ".join(str(name).splitlines())
+    return line if len(line) <= SHOWN else f"{line[: SHOWN // 2]}…{line[-SHOWN // 4 :]}"

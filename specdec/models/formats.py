@@ -65,8 +65,8 @@ def announced(*levels: Fields) -> QuantisationConfig | None:
 
     FP8 activation settings are ignored: activations stay in the model's dtype, which is more exact.
     """
-    found = [_read(fields.within(_FIELD)) for fields in levels if fields.get(_FIELD)]
-    return found[0] if found else None
+    formats = [_read(fields.within(_FIELD)) for fields in levels if fields.get(_FIELD)]
+    return formats[0] if formats else None
 
 
 def _read(fields: Fields) -> QuantisationConfig:
@@ -76,8 +76,8 @@ def _read(fields: Fields) -> QuantisationConfig:
         return QuantisationConfig(packed.name, packed)
     needed = f"(8-bit floats in blocks of {BLOCK} by {BLOCK}), or the checkpoint that was not quantised"
     if method != "fp8":
-        others = ", ".join(map(repr, _PACKED))
-        fields.refuse("quant_method", f"{others}, or 'fp8' {needed}")
+        supported = ", ".join(map(repr, _PACKED))
+        fields.refuse("quant_method", f"{supported}, or 'fp8' {needed}")
     if fields.get("fmt") not in (None, "e4m3"):
         fields.refuse("fmt", f"'e4m3' {needed}")
     if fields.get("weight_block_size") != [BLOCK, BLOCK]:

@@ -35,14 +35,14 @@ class LoadedHalfLayer:
         self.parts = parts[1:] if frame.side else parts
         count = len(self.parts)
         self.inputs, self.outputs = (
-            own * count if len(own) == 1 else own for own in (frame.inputs, frame.outputs)
+            factors * count if len(factors) == 1 else factors for factors in (frame.inputs, frame.outputs)
         )
         assert len(self.inputs) == len(self.outputs) == count, "each part has its multipliers"
         self.pre_D = norm.load(weights, f"{name}_norm.weight", hidden) if frame.pre else None
         self.post_D = norm.load(weights, f"{name}_post_norm.weight", hidden) if frame.post else None
 
     def __call__(self, x_TD: Tensor, added_TD: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        """Return the stream and its pending addition, given those of the previous half.
+        """Return the stream and its pending addition, given the previous half's.
 
         May mutate x: the norm that reads the stream also adds the pending addition.
         """
@@ -55,8 +55,8 @@ class LoadedHalfLayer:
     def run(self, read_TD: Tensor, step: Step) -> Tensor:
         """Run the parts in parallel on the half's input, and return their addition to the stream."""
         ops, mixed_TD = self.kernels, None
-        for part, given, taken in zip(self.parts, self.inputs, self.outputs, strict=True):
-            own_TD = scaled(part(scaled(read_TD, given, ops), step), taken, ops)
+        for part, input_scale, output_scale in zip(self.parts, self.inputs, self.outputs, strict=True):
+            own_TD = scaled(part(scaled(read_TD, input_scale, ops), step), output_scale, ops)
             mixed_TD = own_TD if mixed_TD is None else ops.add(mixed_TD, own_TD)
         assert mixed_TD is not None
         return mixed_TD if self.post_D is None else ops.rms_norm(mixed_TD, self.post_D, self.eps)
@@ -87,19 +87,19 @@ class LoadedLayer:
         narrow: torch.dtype | None = None,
     ) -> None:
         """Load the weights; `first` is the first mixer's place, and others follow it."""
-        own = (norm, weights, kernels)
+        args = (norm, weights, kernels)
         self.mixers = tuple(_build_mixers(layer, weights, kernels, first))
         self.mixing = self.feeding = None
         if self.mixers:
             frame = layer.frame if layer.reads is None else spec.Frame(pre=False)
             self.mixing = LoadedHalfLayer(
-                frame, self.mixers, *own, name="mixer", hidden=hidden, narrow=narrow
+                frame, self.mixers, *args, name="mixer", hidden=hidden, narrow=narrow
             )
         self.ffn = ffn = layer.ffn.build(hidden, weights.within("ffn"), kernels) if layer.ffn else None
         if ffn:
             parts = (lambda read_TD, step: ffn(read_TD),)
             self.feeding = LoadedHalfLayer(
-                layer.ffn_frame, parts, *own, name="ffn", hidden=hidden, narrow=narrow
+                layer.ffn_frame, parts, *args, name="ffn", hidden=hidden, narrow=narrow
             )
 
     @property
@@ -121,8 +121,8 @@ def scaled(x_TD: Tensor, by: float, kernels: Kernels) -> Tensor:
 
 
 def _build_mixers(
-    layer: spec.LayerSpec, weights: Weights, kernels: Kernels, place: MixerPlacement
+    layer: spec.LayerSpec, weights: Weights, kernels: Kernels, placement: MixerPlacement
 ) -> Iterator[LoadedMixer]:
     for i, mixer in enumerate(layer.mixers):
-        yield mixer.build(weights.within(f"mixer{i + 1}" if i else "mixer"), kernels, place)
-        place = place.after(mixer)
+        yield mixer.build(weights.within(f"mixer{i + 1}" if i else "mixer"), kernels, placement)
+        placement = placement.after(mixer)

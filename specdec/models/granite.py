@@ -54,7 +54,7 @@ def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     }
     if LINEAR in kinds:
         mixers[LINEAR] = mamba2(fields, eps=norm.eps)
-    layers = {kind: spec.LayerSpec((own,), ffn, frame=frame, ffn_frame=frame) for kind, own in mixers.items()}
+    layers = {kind: spec.LayerSpec((m,), ffn, frame=frame, ffn_frame=frame) for kind, m in mixers.items()}
     return assemble(
         *(NAME, fields, tuple(layers[kind] for kind in kinds), norm),
         embed_scale=fields.number("embedding_multiplier", default=1.0),

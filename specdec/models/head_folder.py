@@ -79,12 +79,12 @@ class HeadFolder:
         try:
             weights.finish()
         except CheckpointError as error:
-            where = f"draft_model: {self.checkpoint.folder} is no head for this target"
-            raise CheckpointError(f"{where}: {error}", field="draft_model") from error
+            prefix = f"draft_model: {self.checkpoint.folder} is no head for this target"
+            raise CheckpointError(f"{prefix}: {error}", field="draft_model") from error
 
 
 def layer_fields(fields: Fields) -> Fields:
-    """Return the fields of the head's layers: the config's own, or those that speculators nests."""
+    """Return the fields of the head's layers, which speculators' configs nest."""
     return fields.within("transformer_layer_config") if KIND in fields else fields
 
 

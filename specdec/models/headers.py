@@ -16,7 +16,7 @@ _CPU = torch.device("cpu")
 
 
 def check_headers(checkpoint: Checkpoint, network: spec.NetworkSpec, head: HeadSource | None) -> None:
-    """Refuse a config whose sizes do not match its tensors, or those of the draft head.
+    """Refuse a config whose sizes do not match its tensors or the draft head's.
 
     The network is built as at load time, but from tensors without elements. So every tensor it uses is
     checked without a second list of them.

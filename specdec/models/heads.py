@@ -100,12 +100,12 @@ def load_head(
     progress: bool | None = None,
 ) -> Head:
     """Load a head for its target, while the target's weights are open."""
-    own = source.open(
+    head_weights = source.open(
         dtype=dtype, device=device, quantize=quantize, headers_only=headers_only, progress=progress
     )
-    head = source.fill(target, own or weights, max_length=max_length)
-    if own:
-        source.finish(own)
+    head = source.fill(target, head_weights or weights, max_length=max_length)
+    if head_weights:
+        source.finish(head_weights)
     return head
 
 
@@ -133,18 +133,18 @@ def _find(
                 "draft_model: random weights have no draft head; leave it out.", field="draft_model"
             )
         return None
-    place = find_head(folder, config.draft, config.draft_model)
-    if place is None or kind_of(place) != ("block" if block else "eagle"):
+    path = find_head(folder, config.draft, config.draft_model)
+    if path is None or kind_of(path) != ("block" if block else "eagle"):
         return None
-    return read_head(place, network, Fields(Checkpoint(folder).config).strings("architectures") or ())
+    return read_head(path, network, Fields(Checkpoint(folder).config).strings("architectures") or ())
 
 
 def find_head(model: str | Path, draft: str, draft_model: str | None) -> Path | None:
     """Return the draft head's folder: as configured, or for this drafter also in the model's folder."""
     if draft_model is not None:
         return Path(draft_model)
-    own = (Path(model) / name for name, drafter in HEAD_FOLDERS.items() if drafter == draft)
-    return next((folder for folder in own if os.path.isdir(folder)), None)
+    candidates = (Path(model) / name for name, drafter in HEAD_FOLDERS.items() if drafter == draft)
+    return next((folder for folder in candidates if os.path.isdir(folder)), None)
 
 
 def kind_of(folder: Path) -> str:
@@ -159,7 +159,7 @@ def read_head(folder: Path, target: spec.NetworkSpec, architectures: Sequence[st
     """
     checkpoint = _open(folder)
     try:
-        found = (read_block if is_block(checkpoint) else read_eagle)(checkpoint, target)
+        head_spec = (read_block if is_block(checkpoint) else read_eagle)(checkpoint, target)
         named = Fields(checkpoint.config).within("speculators_config").within("verifier")
         verifiers = named.strings("architectures") or ()
     except CheckpointError as error:
@@ -171,7 +171,7 @@ def read_head(folder: Path, target: spec.NetworkSpec, architectures: Sequence[st
             ", ".join(verifiers),
             ", ".join(architectures),
         )
-    return found
+    return head_spec
 
 
 def _open(folder: Path) -> Checkpoint:

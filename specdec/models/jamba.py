@@ -29,11 +29,11 @@ def network(config: Mapping[str, Any]) -> spec.NetworkSpec:
     fields = Fields(config)
     refuse_unsupported(fields)
     norm = Norm(fields.number("rms_norm_eps", default=1e-6), wide=False)
-    attends, expert = _every(fields, "attn", 8, 4), _every(fields, "expert", 2, 1)
+    is_attention, expert = _every(fields, "attn", 8, 4), _every(fields, "expert", 2, 1)
     full, mamba, dense = attention(fields, rotates=False), _mamba(fields, norm.eps), swiglu(fields)
     experts = _experts(fields) or dense
     layers = (
-        spec.LayerSpec((full if attends(i) else mamba,), experts if expert(i) else dense)
+        spec.LayerSpec((full if is_attention(i) else mamba,), experts if expert(i) else dense)
         for i in range(fields.integer("num_hidden_layers", most=MOST_LAYERS))
     )
     return assemble(NAME, fields, tuple(layers), norm)

@@ -135,7 +135,7 @@ def stack(reader: TensorReader, disk: tuple[str, ...], shape: Shape) -> Matrix:
     reporting the first absent one is enough.
     """
     experts, height = shape[0], shape[1] // len(disk)
-    whole = len(disk) == 1 or height % BLOCK == 0
+    is_aligned = len(disk) == 1 or height % BLOCK == 0
     out_END: Matrix | None = None
     for expert in range(min(experts, reader.count + 1)):
         for part, template in enumerate(disk):
@@ -143,7 +143,7 @@ def stack(reader: TensorReader, disk: tuple[str, ...], shape: Shape) -> Matrix:
             weight_ND = reader.read(name, (height, *shape[2:]))
             if reader.unused:
                 continue
-            if isinstance(weight_ND, Fp8) and not whole:
+            if isinstance(weight_ND, Fp8) and not is_aligned:
                 weight_ND = reader.widen(weight_ND, name)
             if out_END is None:
                 out_END = reader.empty(shape, like=weight_ND)
@@ -214,8 +214,8 @@ class CheckpointLayout:
 
     def prefix(self, names: Collection[str]) -> str:
         """Return this checkpoint's prefix of the body."""
-        found = (p for p in self.prefixes if p + self.embedding in names)
-        return next(found, self.prefixes[0])
+        matching = (p for p in self.prefixes if p + self.embedding in names)
+        return next(matching, self.prefixes[0])
 
     def sources(self, ours: str, prefix: str) -> Iterator[TensorSource]:
         """Yield the possible sources of our tensor, the preferred one first."""

@@ -83,20 +83,20 @@ def _rope(fields: Fields, kind: str, head_dim: int) -> Rope:
         return Rope(head_dim, THETA[kind], turned=int(TURNED[kind] * pairs), wide=True)
     fields.absent("rope_scaling", "rope_parameters in its place, with an object for each kind of layer")
     kinds = fields.within("rope_parameters")
-    own = kinds.within(kind)
+    parameters = kinds.within(kind)
     if kind not in kinds:
         kinds.refuse(kind, "an object with the rotary parameters of these layers")
     for name in ("rope_type", "type"):
-        own.only(name, "default", "proportional")
-    own.only("factor", 1, 1.0)
-    part = own.number("partial_rotary_factor", default=1.0)
-    if own.get("rope_type", "type") != "proportional":
-        own.only("partial_rotary_factor", 1, 1.0)
+        parameters.only(name, "default", "proportional")
+    parameters.only("factor", 1, 1.0)
+    part = parameters.number("partial_rotary_factor", default=1.0)
+    if parameters.get("rope_type", "type") != "proportional":
+        parameters.only("partial_rotary_factor", 1, 1.0)
     if not 0 <= part <= 1:
-        own.refuse("partial_rotary_factor", "a number from 0 to 1")
-    theta = own.number("rope_theta")
+        parameters.refuse("partial_rotary_factor", "a number from 0 to 1")
+    theta = parameters.number("rope_theta")
     if theta <= 0:
-        own.refuse("rope_theta", "a number above 0")
+        parameters.refuse("rope_theta", "a number above 0")
     return Rope(head_dim, theta, turned=int(part * head_dim // 2), wide=True)
 
 

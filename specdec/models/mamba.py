@@ -50,10 +50,10 @@ def _mixer(fields: Fields) -> Mamba1:
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout."""
-    own = (
+    mixer = (
         *layer_rules(r"mixer\.(x|dt)\.weight", r"mixer.\2_proj.weight"),
         *layer_rules(r"mixer\.dt_bias", "mixer.dt_proj.bias"),
     )
     return CheckpointLayout(
-        (*own, *mamba2.NAMES), mamba2.PREFIXES, "embeddings.weight", ignored=rules.always_ignored(network)
+        (*mixer, *mamba2.NAMES), mamba2.PREFIXES, "embeddings.weight", ignored=rules.always_ignored(network)
     )

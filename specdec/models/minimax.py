@@ -68,17 +68,17 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
         return layer_kinds(fields, supported=(FULL, LINEAR))
     if "attn_type_list" not in fields:
         return tuple(LINEAR if i % 2 else FULL for i in range(count))
-    attends = fields.integers("attn_type_list")
-    if len(attends) != count or not set(attends) <= {0, 1}:
+    flags = fields.integers("attn_type_list")
+    if len(flags) != count or not set(flags) <= {0, 1}:
         fields.refuse("attn_type_list", f"as many zeros and ones as num_hidden_layers ({count})")
-    return tuple(FULL if attend else LINEAR for attend in attends)
+    return tuple(FULL if attend else LINEAR for attend in flags)
 
 
 def _frame(fields: Fields, name: str, published: str) -> spec.Frame:
     """Read the multipliers of half a layer, which is added to its normalised input."""
     alpha, beta = (
-        fields.number(f"{name}_{own}_factor", f"layernorm_{published}_{own}", default=1.0)
-        for own in ("alpha", "beta")
+        fields.number(f"{name}_{factor}_factor", f"layernorm_{published}_{factor}", default=1.0)
+        for factor in ("alpha", "beta")
     )
     return spec.Frame(outputs=(beta,), keep=alpha, keeps_normed=True)
 
@@ -86,9 +86,9 @@ def _frame(fields: Fields, name: str, published: str) -> spec.Frame:
 def _attention(fields: Fields) -> Attention:
     """Read attention, which rotates the first `rotary_dim` entries of a head, or all."""
     fields.absent("attention_bias", "projections without biases (false)")
-    own = attention(fields, rotates=False)
+    mixer = attention(fields, rotates=False)
     sliding = window(fields) if "sliding_window" in fields else None
-    return replace(own, rope=_rope(fields, own.head_dim), window=sliding)
+    return replace(mixer, rope=_rope(fields, mixer.head_dim), window=sliding)
 
 
 def _rope(fields: Fields, head_dim: int) -> Rope:
@@ -145,11 +145,11 @@ def layout(network: spec.NetworkSpec) -> CheckpointLayout:
 
 def _lightning_rules(network: spec.NetworkSpec) -> tuple[TensorRule, ...]:
     """Yield rules that reorder per-head rows [q | k | v] to [k | q | v]."""
-    own = next((mixer for mixer in network.mixers() if isinstance(mixer, Lightning)), None)
-    if own is None:
+    lightning = next((mixer for mixer in network.mixers() if isinstance(mixer, Lightning)), None)
+    if lightning is None:
         return ()
-    order = partial(rows_by_kind, own.heads, (own.head_dim,) * 3, (1, 0, 2))
-    recipe = rows(order, 3 * own.inner)
+    order = partial(rows_by_kind, lightning.heads, (lightning.head_dim,) * 3, (1, 0, 2))
+    recipe = rows(order, 3 * lightning.inner)
     return (
         *layer_rules(r"mixer\.in\.weight", "self_attn.qkv_proj.weight", recipe=recipe),
         *layer_rules(r"mixer\.gate\.weight", "self_attn.output_gate.weight"),

@@ -107,7 +107,7 @@ def _mamba(fields: Fields, eps: float) -> Mamba2:
         fields.refuse("mamba_num_heads", f"a multiple of n_groups ({groups})")
     # The reference bounds the step from below in prefill but not in decode. We bound it in both: a token's
     # step must not depend on its window.
-    least = fields.number("time_step_min", "mamba_dt_min", default=1e-3)
+    min_step = fields.number("time_step_min", "mamba_dt_min", default=1e-3)
     return Mamba2(
         heads=heads,
         head_dim=fields.integer("mamba_head_dim"),
@@ -117,7 +117,7 @@ def _mamba(fields: Fields, eps: float) -> Mamba2:
         conv_bias=fields.flag("use_conv_bias", "mamba_conv_bias", default=True),
         bias=fields.flag("use_bias", default=False),
         eps=eps,
-        step_limit=(least, math.inf),
+        step_limit=(min_step, math.inf),
     )
 
 

@@ -33,7 +33,7 @@ def memory_layout(
 ) -> Layout:
     """Return the arena's layout per token and sequence of this network and its head's layers."""
     mixers = [mixer for layer in (*network.layers, *head) for mixer in layer.mixers]
-    kv = tuple(kept for mixer in mixers if (kept := mixer.kv_shape()))
+    kv = tuple(kv_shape for mixer in mixers if (kv_shape := mixer.kv_shape()))
     states = tuple(shape for mixer in mixers if (shape := mixer.state_shape()))
     assert len({state.conv_inputs for state in states}) <= 1, "a window's conv indices serve all layers"
     return Layout(kv, states, dtype, state_dtype, kv_dtype=kv_dtype)
@@ -58,8 +58,8 @@ def run_blocks(
     aux: dict[int, Tensor] = {}
     for i, block in enumerate(blocks):
         if i in aux_hidden_layers:
-            here_TD = ops.concat(x_TD) if added_TD is None else joined(x_TD, added_TD, ops)
-            aux[i] = here_TD.to(dtype)
+            input_TD = ops.concat(x_TD) if added_TD is None else joined(x_TD, added_TD, ops)
+            aux[i] = input_TD.to(dtype)
         for half in block.halves:
             x_TD, added_TD = half(x_TD, added_TD, step)
     if x_TD.dtype == dtype:
@@ -78,25 +78,25 @@ def build_blocks(
     weights: Weights,
     kernels: Kernels,
     *,
-    behind: Sequence[spec.LayerSpec] = (),
+    target_layers: Sequence[spec.LayerSpec] = (),
     narrow: torch.dtype | None = None,
 ) -> list[LoadedLayer]:
-    """Build the layers in order; their indices in the arena's views follow those of `behind`."""
+    """Build the layers in order; their indices in the arena's views follow those of `target_layers`."""
     blocks: list[LoadedLayer] = []
-    place = first_place(behind, network.hidden)
+    placement = first_place(target_layers, network.hidden)
     for i, layer in enumerate(layers):
-        own = weights.within(f"layers.{i}")
+        taken = weights.within(f"layers.{i}")
         lender = None if layer.shares is None else blocks[layer.shares].mixers[0]
-        first = replace(place, lender=lender)
-        blocks.append(LoadedLayer(layer, network.hidden, network.norm, own, kernels, first, narrow=narrow))
-        place = place.after(*layer.mixers)
+        first = replace(placement, lender=lender)
+        blocks.append(LoadedLayer(layer, network.hidden, network.norm, taken, kernels, first, narrow=narrow))
+        placement = placement.after(*layer.mixers)
     return blocks
 
 
-def first_place(behind: Sequence[spec.LayerSpec], writes: int, *, reads: int | None = None) -> MixerPlacement:
+def first_place(layers: Sequence[spec.LayerSpec], writes: int, *, reads: int | None = None) -> MixerPlacement:
     """Return the place of a mixer that follows the layers of another network."""
     return MixerPlacement(reads or writes, writes).after(
-        *(mixer for layer in behind for mixer in layer.mixers)
+        *(mixer for layer in layers for mixer in layer.mixers)
     )
 
 
@@ -228,7 +228,7 @@ class MTPHead:
         self.embed_norm_D = s.norm.load(weights, "embed_norm.weight", s.hidden)
         self.hidden_norm_D = s.norm.load(weights, "hidden_norm.weight", s.hidden)
         self.fc = Linear.load(weights, kernels, {"fc": s.hidden}, 2 * s.hidden, exact=("fc",))
-        self.blocks = build_blocks(s.mtp, s, weights, kernels, behind=s.layers)
+        self.blocks = build_blocks(s.mtp, s, weights, kernels, target_layers=s.layers)
         self.norm_D = s.norm.load(weights, "norm.weight", s.hidden)
         self._replays = Replays(self._run, kernels)
 

@@ -53,8 +53,8 @@ def _attention(fields: Fields, norm: Norm) -> Attention:
     nested = rope_parameters(fields)
     level = nested if "rope_theta" in nested or nested.null("rope_theta") else fields
     rotates = not level.null("rope_theta")
-    own = attention(fields, norm=norm, norm_whole=True, rotates=rotates, kv_heads_required=False)
-    return replace(own, rope=replace(own.rope, wide=True)) if own.rope else own
+    mixer = attention(fields, norm=norm, norm_whole=True, rotates=rotates, kv_heads_required=False)
+    return replace(mixer, rope=replace(mixer.rope, wide=True)) if mixer.rope else mixer
 
 
 def _delta_net(fields: Fields) -> GatedDeltaNet:

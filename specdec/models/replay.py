@@ -36,18 +36,18 @@ class Replays:
     ) -> tuple[Tensor, ...]:
         """Return new tensors; `constants` are part of the key. Within a recording the pass runs directly."""
         group = window.groups[0]
-        narrow = len(window.groups) == 1 and len(window.token_T) <= WIDEST
-        if not self.serves or not narrow or listening.recorder:
+        is_narrow = len(window.groups) == 1 and len(window.token_T) <= WIDEST
+        if not self.serves or not is_narrow or listening.recorder:
             return self.run(window, memory, *inputs, **constants)
         tapes = self._by_memory.setdefault(memory, Tapes())
         window = _with_path(window)
         key = _tape_key(window.groups[0]), tuple(constants.items())
-        known = tapes.of(key)
-        if isinstance(known, Recorded):
-            return known.play(window, inputs)
-        memory.first_passes += known is not REFUSED
-        if known is REFUSED or (known is None and not _is_repeated(group)):
-            tapes.note(key, known or COME)
+        entry = tapes.of(key)
+        if isinstance(entry, Recorded):
+            return entry.play(window, inputs)
+        memory.first_passes += entry is not REFUSED
+        if entry is REFUSED or (entry is None and not _is_repeated(group)):
+            tapes.note(key, entry or COME)
             return self.run(window, memory, *inputs, **constants)
         recorded = Recorded(window, inputs)
         result = recorded.record(self.run, memory, constants)
@@ -60,7 +60,7 @@ class Recorded:
 
     def __init__(self, window: Window, inputs: Sequence[Tensor]) -> None:
         self.tape = Tape()
-        self.window = _roomy(window)
+        self.window = _padded_group(window)
         self.inputs = tuple(x.clone() for x in inputs)
         self.outputs: tuple[Tensor, ...] = ()
 
@@ -72,10 +72,10 @@ class Recorded:
 
     def play(self, window: Window, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copy a window into the recorded memory and replay the pass."""
-        for to, given in zip(_tensors(self.window), _tensors(window), strict=True):
-            (to if to.shape == given.shape else to[tuple(map(slice, given.shape))]).copy_(given)
-        for to, given in zip(self.inputs, inputs, strict=True):
-            to.copy_(given)
+        for to, source in zip(_tensors(self.window), _tensors(window), strict=True):
+            (to if to.shape == source.shape else to[tuple(map(slice, source.shape))]).copy_(source)
+        for to, source in zip(self.inputs, inputs, strict=True):
+            to.copy_(source)
         self.tape.play()
         return tuple([out.clone() for out in self.outputs])
 
@@ -90,10 +90,10 @@ def _with_path(window: Window) -> Window:
     group = window.groups[0]
     if group.record is None or group.path is not None:
         return window
-    nowhere = group.state_B.new_zeros(group.rows, 1)
-    path = RecordIds(nowhere, nowhere)
-    empty = replace(group, path=path, path_length_B=group.state_B.new_zeros(group.rows))
-    return replace(window, groups=(empty,))
+    zeros = group.state_B.new_zeros(group.rows, 1)
+    path = RecordIds(zeros, zeros)
+    with_path = replace(group, path=path, path_length_B=group.state_B.new_zeros(group.rows))
+    return replace(window, groups=(with_path,))
 
 
 def _tape_key(group: Group) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ def _tape_key(group: Group) -> tuple[int, ...]:
     return group.rows, group.width, path, room(group.table_BN.shape[1], BLOCKS), *has
 
 
-def _roomy(window: Window) -> Window:
+def _padded_group(window: Window) -> Window:
     """Copy a window into new memory with capacity for every window of its key.
 
     The copy is equivalent: if the tape is refused, the pass still computes the same result.
@@ -112,9 +112,9 @@ def _roomy(window: Window) -> Window:
     group = window.groups[0]
     path = group.path
     if path is not None:
-        most = room(path.slab_BN.shape[1], 8)
-        path = RecordIds(*(_widened(ids_BP, most) for ids_BP in path))
-    roomy = replace(
+        width = room(path.slab_BN.shape[1], 8)
+        path = RecordIds(*(_padded_ids(ids_BP, width) for ids_BP in path))
+    padded = replace(
         group,
         state_B=group.state_B.clone(),
         path=path,
@@ -123,18 +123,18 @@ def _roomy(window: Window) -> Window:
         snapshot_BM=None if group.snapshot_BM is None else group.snapshot_BM.clone(),
         ancestors_BMM=None if group.ancestors_BMM is None else group.ancestors_BMM.clone(),
         tap_BMC=None if group.tap_BMC is None else group.tap_BMC.clone(),
-        table_BN=_widened(group.table_BN, room(group.table_BN.shape[1], BLOCKS)),
+        table_BN=_padded_ids(group.table_BN, room(group.table_BN.shape[1], BLOCKS)),
         length_B=group.length_B.clone(),
     )
     return replace(
-        window, token_T=window.token_T.clone(), position_T=window.position_T.clone(), groups=(roomy,)
+        window, token_T=window.token_T.clone(), position_T=window.position_T.clone(), groups=(padded,)
     )
 
 
-def _widened(ids_BN: Tensor, most: int) -> Tensor:
-    wide = ids_BN.new_zeros(len(ids_BN), most)
-    wide[:, : ids_BN.shape[1]] = ids_BN
-    return wide
+def _padded_ids(ids_BN: Tensor, width: int) -> Tensor:
+    padded = ids_BN.new_zeros(len(ids_BN), width)
+    padded[:, : ids_BN.shape[1]] = ids_BN
+    return padded
 
 
 def _tensors(window: Window) -> list[Tensor]:

@@ -90,14 +90,14 @@ class CopiedWeights:
 
     def copy(self, target: Network) -> Network:
         """Build the copy, after the target that loaded these weights."""
-        kept = _Kept(self._shared, self._rounded, self._outputs)
+        weights = _CachedWeights(self._shared, self._rounded, self._outputs)
         device = target.embed_VD.device
-        copy = Network(target.spec, kept, target.kernels, max_length=1, device=device)
+        copy = Network(target.spec, weights, target.kernels, max_length=1, device=device)
         copy.rope = target.rope
         return copy
 
 
-class _Kept:
+class _CachedWeights:
     """Hands out the stored weights and releases them."""
 
     def __init__(

@@ -60,14 +60,14 @@ MAMBA = mamba("mixer", "mamba")
 
 
 def experts(
-    home: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> Iterator[TensorRule]:
     """Yield rules of gated experts, stored in one tensor or one by one."""
-    each = f"{home}.experts.{{e}}"
-    yield from layer_rules(r"ffn\.experts\.up", f"{home}.experts.gate_up_proj")
-    yield from layer_rules(r"ffn\.experts\.up", f"{each}.{gate}.weight", f"{each}.{up}.weight", recipe=stack)
-    yield from layer_rules(r"ffn\.experts\.down", f"{home}.experts.down_proj")
-    yield from layer_rules(r"ffn\.experts\.down", f"{each}.{down}.weight", recipe=stack)
+    one = f"{prefix}.experts.{{e}}"
+    yield from layer_rules(r"ffn\.experts\.up", f"{prefix}.experts.gate_up_proj")
+    yield from layer_rules(r"ffn\.experts\.up", f"{one}.{gate}.weight", f"{one}.{up}.weight", recipe=stack)
+    yield from layer_rules(r"ffn\.experts\.down", f"{prefix}.experts.down_proj")
+    yield from layer_rules(r"ffn\.experts\.down", f"{one}.{down}.weight", recipe=stack)
 
 
 GATED_EXPERTS = (
@@ -82,30 +82,30 @@ FLAT = stored_as(lambda shape: (math.prod(shape),))
 BETWEEN_ONES = stored_as(lambda shape: (1, 1, *shape, 1))
 
 
-def delta_attention(home: str, width: int, *, A_log: Recipe = copy) -> Iterator[TensorRule]:
+def delta_attention(prefix: str, width: int, *, A_log: Recipe = copy) -> Iterator[TensorRule]:
     """Yield rules of Kimi delta attention of this width; a separate module may compute the decays."""
-    each = (f"{home}.{name}_conv1d.weight" for name in "qkv")
-    yield from layer_rules(r"mixer\.conv\.weight", *each, recipe=join_convs(width, width, width))
-    yield from layer_rules(r"mixer\.conv\.weight", f"{home}.conv1d.weight", recipe=squeeze_conv)
-    yield from layer_rules(r"mixer\.in_([qkvb])\.weight", rf"{home}.\2_proj.weight")
-    yield from layer_rules(r"mixer\.in_z(|_[ab])\.weight", rf"{home}.g\2_proj.weight")
-    yield from layer_rules(r"mixer\.norm\.weight", f"{home}.o_norm.weight")
-    yield from layer_rules(r"mixer\.out\.weight", f"{home}.o_proj.weight")
-    for gate in (home, f"{home}.forget_gate"):
+    convs = (f"{prefix}.{name}_conv1d.weight" for name in "qkv")
+    yield from layer_rules(r"mixer\.conv\.weight", *convs, recipe=join_convs(width, width, width))
+    yield from layer_rules(r"mixer\.conv\.weight", f"{prefix}.conv1d.weight", recipe=squeeze_conv)
+    yield from layer_rules(r"mixer\.in_([qkvb])\.weight", rf"{prefix}.\2_proj.weight")
+    yield from layer_rules(r"mixer\.in_z(|_[ab])\.weight", rf"{prefix}.g\2_proj.weight")
+    yield from layer_rules(r"mixer\.norm\.weight", f"{prefix}.o_norm.weight")
+    yield from layer_rules(r"mixer\.out\.weight", f"{prefix}.o_proj.weight")
+    for gate in (prefix, f"{prefix}.forget_gate"):
         yield from layer_rules(r"mixer\.in_a(|_[ab])\.weight", rf"{gate}.f\2_proj.weight")
         yield from layer_rules(r"mixer\.dt_bias", f"{gate}.dt_bias", recipe=FLAT)
         yield from layer_rules(r"mixer\.A_log", f"{gate}.A_log", recipe=A_log)
 
 
-def latent_attention(home: str, mixer: LatentAttention) -> Iterator[TensorRule]:
+def latent_attention(prefix: str, mixer: LatentAttention) -> Iterator[TensorRule]:
     """Yield rules of latent attention's query, key and value projections."""
-    yield from layer_rules(r"mixer\.kv_a\.weight", f"{home}.kv_a_proj_with_mqa.weight")
-    yield from layer_rules(r"mixer\.(q_a|q_b)\.weight", rf"{home}.\2_proj.weight")
-    yield from layer_rules(r"mixer\.kv_b\.weight", f"{home}.kv_b_proj.weight", recipe=BY_HEAD)
-    parts = tuple(f"{home}.{part}_b_proj.weight" for part in "kv")  # as GGUF files store them
-    apart = join_heads(mixer.own_dim, mixer.value_dim)
-    yield from layer_rules(r"mixer\.kv_b\.weight", *parts, recipe=apart)
-    yield from layer_rules(r"mixer\.(q|kv)_norm\.weight", rf"{home}.\2_a_layernorm.weight")
+    yield from layer_rules(r"mixer\.kv_a\.weight", f"{prefix}.kv_a_proj_with_mqa.weight")
+    yield from layer_rules(r"mixer\.(q_a|q_b)\.weight", rf"{prefix}.\2_proj.weight")
+    yield from layer_rules(r"mixer\.kv_b\.weight", f"{prefix}.kv_b_proj.weight", recipe=BY_HEAD)
+    parts = tuple(f"{prefix}.{part}_b_proj.weight" for part in "kv")  # as GGUF files store them
+    recipe = join_heads(mixer.own_dim, mixer.value_dim)
+    yield from layer_rules(r"mixer\.kv_b\.weight", *parts, recipe=recipe)
+    yield from layer_rules(r"mixer\.(q|kv)_norm\.weight", rf"{prefix}.\2_a_layernorm.weight")
 
 
 HEAD = (

@@ -31,10 +31,10 @@ def commonest(folder: Path, count: int, vocab: int) -> Tensor:
         return torch.arange(min(count, vocab))
     try:
         counts = json.loads(path.read_text("utf-8"))["counts"]
-        fits = len(counts) <= vocab and all(type(own) is int and own >= 0 for own in counts)
+        is_valid = len(counts) <= vocab and all(type(entry) is int and entry >= 0 for entry in counts)
     except (ValueError, KeyError, TypeError, OSError):
-        fits = False
-    if not fits:
+        is_valid = False
+    if not is_valid:
         raise ConfigError(
             f'draft_vocab: {path} must hold {{"counts": [of token 0, of token 1, …]}}, integers from 0, '
             f"of the model's {vocab} tokens at most; write it anew, or leave draft_vocab out.",

@@ -58,6 +58,6 @@ def fields_behind(config: Mapping[str, Any], ours: str, found: Shape, expected: 
     axes = next((rest for name, *rest in _AXES if re.search(rf"({name})$", ours)), [])
     if len(axes) == len(found) == len(expected):
         sizes = zip(axes, found, expected, strict=True)
-        axes = [axis for axis, own, other in sizes if own != other]
-    given = next((config[name] for name in TEXT if isinstance(config.get(name), Mapping)), config)
-    return tuple(dict.fromkeys(field for axis in axes for field in axis.split() if field in given))
+        axes = [axis for axis, found_size, other in sizes if found_size != other]
+    text_config = next((config[name] for name in TEXT if isinstance(config.get(name), Mapping)), config)
+    return tuple(dict.fromkeys(field for axis in axes for field in axis.split() if field in text_config))

@@ -21,7 +21,7 @@ class PackedSizes:
     format: str
     bytes_by_bits: Mapping[int, int]
     """Bytes on disk, including scales and zero points, by bits per integer."""
-    numbers: int
+    entries: int
     """Number of integers."""
     multiplied: int
     """Bytes in a CPU's layout."""
@@ -57,33 +57,33 @@ class Tensors:
         parts = {disk for matrix in self._packed.values() for disk in matrix.disk}
         self.names = frozenset(checkpoint.names()) - parts | self._packed.keys()
 
-    def numbers(self, name: str) -> QuantisationScheme | None:
+    def scheme(self, name: str) -> QuantisationScheme | None:
         """Return a matrix's integer storage, or None."""
-        return self._packed[name].numbers if name in self._packed else None
+        return self._packed[name].scheme if name in self._packed else None
 
     def bytes(self, name: str) -> int:
         """Return a tensor's bytes, with all parts of a packed one."""
         disk = self._packed[name].disk if name in self._packed else (name,)
-        return sum(self._checkpoint.info(own).bytes for own in disk)
+        return sum(self._checkpoint.info(part).bytes for part in disk)
 
     def missing(self, name: str, shape: Shape) -> Iterator[str]:
         """Yield the missing parts of a packed matrix."""
-        for disk, (own, _) in self._parts(name, shape).items():
+        for disk, (part_shape, _) in self._parts(name, shape).items():
             if disk not in self._checkpoint:
-                yield f"{disk} {list(own)}, a part of {name}"
+                yield f"{disk} {list(part_shape)}, a part of {name}"
 
     def misshapen(self, name: str, shape: Shape) -> Iterator[str]:
         """Yield problems of the present parts of a packed matrix."""
         if len(shape) != 2:
             yield f"{name} is stored as integers, which specdec supports for matrices only"
-        for disk, (own, dtypes) in self._parts(name, shape).items():
+        for disk, (part_shape, dtypes) in self._parts(name, shape).items():
             if disk not in self._checkpoint:
                 continue
             info = self._checkpoint.info(disk)
             if info.dtype not in dtypes:
                 yield f"{disk} is stored as {info.dtype}, specdec reads {', '.join(dtypes)}"
-            elif info.shape != own:
-                yield f"{disk} is {list(info.shape)}, config.json makes it {list(own)}"
+            elif info.shape != part_shape:
+                yield f"{disk} is {list(info.shape)}, config.json makes it {list(part_shape)}"
 
     def read(self, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Integers:
         """Read a packed matrix with checked parts into its own memory; raises `Unfit`."""
@@ -96,8 +96,8 @@ class Tensors:
     def is_idle_bias(self, name: str) -> bool:
         """Return whether a tensor is the zero bias that some tools store with each packed matrix."""
         stem, _, leaf = name.rpartition(".")
-        beside = leaf == "bias" and f"{stem}.weight" in self._packed
-        return beside and not bool(self._checkpoint.tensor(name).any())
+        is_bias = leaf == "bias" and f"{stem}.weight" in self._packed
+        return is_bias and not bool(self._checkpoint.tensor(name).any())
 
     def sizes(self) -> Sizes:
         """Return the bytes of all tensors."""
@@ -107,11 +107,11 @@ class Tensors:
             return Sizes(stored, float8, None)
         bits, matrices = dict.fromkeys((4, 6, 8), 0), self._packed.items()
         for name, matrix in matrices:
-            bits[matrix.numbers.bits] += self.bytes(name)
+            bits[matrix.scheme.bits] += self.bytes(name)
         numbers = sum(prod(matrix.shape) for _, matrix in matrices)
-        multiplied = sum(matrix.numbers.num_bytes(matrix.shape) for _, matrix in matrices)
-        fitting = [matrix for _, matrix in matrices if matrix.numbers.fits_tiles]
-        tiled = sum(matrix.numbers.num_bytes(matrix.shape) for matrix in fitting)
+        multiplied = sum(matrix.scheme.num_bytes(matrix.shape) for _, matrix in matrices)
+        fitting = [matrix for _, matrix in matrices if matrix.scheme.fits_tiles]
+        tiled = sum(matrix.scheme.num_bytes(matrix.shape) for matrix in fitting)
         untiled = numbers - sum(prod(matrix.shape) for matrix in fitting)
         return Sizes(stored, float8, PackedSizes(self._format, bits, numbers, multiplied, tiled, untiled))
 

@@ -72,7 +72,7 @@ class Unrolled:
             tokens.append(token_B1)
             shares.append(share_B1)
             if level + 1 < levels:
-                own = replace(group, length_B=length_LB[level])
-                read = replace(window, token_T=token_B1[:, 0], position_T=position_LB[level], groups=(own,))
+                next_ = replace(group, length_B=length_LB[level])
+                read = replace(window, token_T=token_B1[:, 0], position_T=position_LB[level], groups=(next_,))
                 after_BD = self.head.forward(read, after_BD, memory)
         return self.kernels.concat(*tokens), self.kernels.concat(*shares)

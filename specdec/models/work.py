@@ -29,13 +29,13 @@ class ReadingWork:
         )
 
     def __call__(self, tokens: int) -> float:
-        return self.per_token * tokens + sum(own * _pairs(tokens, reach) for reach, own in self.per_pair)
+        return self.per_token * tokens + sum(flops * _pairs(tokens, reach) for reach, flops in self.per_pair)
 
 
-def _pairs(tokens: int, reach: int | None) -> float:
+def _pairs(tokens: int, window: int | None) -> float:
     """Return a prompt's attention pairs: they grow by one per token up to the window."""
-    growing = tokens if reach is None else min(tokens, reach)
-    return growing * (growing + 1) / 2 + (tokens - growing) * growing
+    ramp = tokens if window is None else min(tokens, window)
+    return ramp * (ramp + 1) / 2 + (tokens - ramp) * ramp
 
 
 def _token_flops(layer: LayerSpec, hidden: int) -> float:

@@ -68,9 +68,9 @@ def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     def in_turn() -> Tensor:
         return rows_by_kind(channels, (1, 1), (0, 1))
 
-    own = []
+    mixer_rules = []
     for mixer, disk in (("mixer", "mamba"), ("mixer2", "mamba_decoder.mamba")):
-        own += [
+        mixer_rules += [
             *layer_rules(
                 rf"{mixer}\.in\.(weight|bias)", rf"{disk}.in_proj.\2", recipe=rows(in_turn, 2 * channels)
             ),
@@ -78,4 +78,4 @@ def layout(network: spec.NetworkSpec) -> CheckpointLayout:
             *layer_rules(rf"{mixer}\.dt_bias", f"{disk}.dt_proj_bias", recipe=stored_as(by_head)),
             *layer_rules(rf"{mixer}\.(A_log|D)", rf"{disk}.\2", recipe=stored_as(by_head)),
         ]
-    return rules.table(network, *own, *zamba2.outer_rules(network, "shared_transf"), *rules.MAMBA)
+    return rules.table(network, *mixer_rules, *zamba2.outer_rules(network, "shared_transf"), *rules.MAMBA)

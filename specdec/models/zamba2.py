@@ -77,11 +77,11 @@ def hybrid_layers(
 
 def shared_attention(fields: Fields, *, kv_heads_required: bool = False) -> Attention:
     """Read attention over the concatenated stream and embeddings, without positions."""
-    wide = 2 * fields.integer("hidden_size")
-    fields.only("attention_hidden_size", wide)
+    width = 2 * fields.integer("hidden_size")
+    fields.only("attention_hidden_size", width)
     fields.divides("num_key_value_heads", "num_attention_heads")
     heads = fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", "attention_head_dim", default=wide // heads)
+    head_dim = fields.integer("head_dim", "attention_head_dim", default=width // heads)
     return Attention(
         heads=heads,
         kv_heads=kv_heads(fields, heads, required=kv_heads_required),
@@ -95,16 +95,16 @@ def shared_attention(fields: Fields, *, kv_heads_required: bool = False) -> Atte
 
 def _block(fields: Fields, norm: Norm) -> SharedBlock:
     fields.only("hidden_act", "gelu")
-    hidden, own = fields.integer("hidden_size"), shared_attention(fields)
+    hidden, shared = fields.integer("hidden_size"), shared_attention(fields)
     if fields.flag("use_mem_rope", default=False):
-        own = replace(own, rope=rope(fields, own.head_dim))
+        shared = replace(shared, rope=rope(fields, shared.head_dim))
     adapts = fields.flag("use_shared_attention_adapter", default=False)
-    if adapts and {own.heads * own.head_dim, own.kv_heads * own.head_dim} != {2 * hidden}:
+    if adapts and {shared.heads * shared.head_dim, shared.kv_heads * shared.head_dim} != {2 * hidden}:
         fields.refuse("num_key_value_heads", f"heads that make up twice hidden_size ({2 * hidden})")
     width = fields.integer("intermediate_size", default=4 * hidden)
     ffn = MLP(width, "geglu", bias=fields.flag("add_bias_linear", default=False))
     rank = fields.integer("adapter_rank", default=128)
-    return SharedBlock(own, ffn, norm, rank, adapts_attention=adapts)
+    return SharedBlock(shared, ffn, norm, rank, adapts_attention=adapts)
 
 
 def _mamba(fields: Fields) -> Mamba2:
@@ -129,8 +129,8 @@ def _mamba(fields: Fields) -> Mamba2:
 
 def layout(network: spec.NetworkSpec) -> CheckpointLayout:
     """Return the tensor layout; adapters are named after their block and the number of its use."""
-    own = (*_feed_forward(network), *_adapters(network))
-    return rules.table(network, *own, *outer_rules(network, "shared_transformer"), *rules.MAMBA)
+    shared = (*_feed_forward(network), *_adapters(network))
+    return rules.table(network, *shared, *outer_rules(network, "shared_transformer"), *rules.MAMBA)
 
 
 def outer_rules(network: spec.NetworkSpec, block: str) -> Iterator[TensorRule]:
@@ -179,5 +179,5 @@ def _adapters(network: spec.NetworkSpec) -> Iterator[TensorRule]:
             ours, disk = rf"layers\.{layer}\.mixer\.", f"~layers.{holder}.shared_transformer."
             up = f"feed_forward.gate_up_proj_adapter_list.{n}.{i}.weight"
             yield TensorRule(rf"{ours}up_adapter\.{half}\.weight", f"{disk}{up}")
-            attends = rf"self_attn.linear_\1_adapter_list.{n}.{i}.weight"
-            yield TensorRule(rf"{ours}([qkv])_adapter\.{half}\.weight", f"{disk}{attends}")
+            attention = rf"self_attn.linear_\1_adapter_list.{n}.{i}.weight"
+            yield TensorRule(rf"{ours}([qkv])_adapter\.{half}\.weight", f"{disk}{attention}")

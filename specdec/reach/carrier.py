@@ -52,7 +52,7 @@ class KVRead:
     id: int
     done: "Future[float]" = field(default_factory=_running)
     """Its duration in seconds, or ReadLost."""
-    over: "Future[None]" = field(default_factory=_running)
+    released: "Future[None]" = field(default_factory=_running)
     """Set, never with an error, when it can write no more bytes."""
 
 

@@ -147,7 +147,7 @@ class CarrierThread:
                 self._inbox.put(lambda: self._begin(read, peer, indices, num_bytes, start_s, end_s))
                 return read
         _fail(read, f"{CLOSED}: {self._fault}")
-        read.over.set_result(None)
+        read.released.set_result(None)
         return read
 
     def give_up(self, read: KVRead) -> None:
@@ -175,10 +175,10 @@ class CarrierThread:
             for read in tuple(self._reads.values()):
                 _fail(read, CLOSED)
 
-    def _put(self, work: Callable[[], None]) -> bool:
+    def _put(self, task: Callable[[], None]) -> bool:
         with self._gate:
             if self._fault is None:
-                self._inbox.put(work)
+                self._inbox.put(task)
             return self._fault is None
 
     def _stop(self, fault: str) -> None:
@@ -210,12 +210,12 @@ class CarrierThread:
         pause_s: float | None = None
         while self._fault is None:
             self._receive(pause_s)
-            moved = self._advance()
+            progressed = self._advance()
             self._end_quarantine()
             if not self._in_flight:
                 pause_s = None
             else:
-                pause_s = 0.0 if moved else min(max(2 * (pause_s or 0.0), FIRST_PAUSE_S), LAST_PAUSE_S)
+                pause_s = 0.0 if progressed else min(max(2 * (pause_s or 0.0), FIRST_PAUSE_S), LAST_PAUSE_S)
 
     def _receive(self, pause_s: float | None) -> None:
         """Run calls from the inbox, waiting up to `pause_s` for the first, without limit if None."""
@@ -285,14 +285,14 @@ class CarrierThread:
 
     def _advance(self) -> bool:
         """Poll every read and post a piece of each, round-robin; return whether any progressed."""
-        moved = False
+        progressed = False
         for in_flight in tuple(self._in_flight.values()):
             self._receive(0.0)
             if self._fault or in_flight.read.id not in self._in_flight:
                 continue
             try:
-                moved |= self._post(in_flight)
-                moved |= self._poll(in_flight)
+                progressed |= self._post(in_flight)
+                progressed |= self._poll(in_flight)
             except PeerLost as lost:
                 self._drop_peer(in_flight.peer, str(lost))
             except TransferUncertain as failure:
@@ -301,18 +301,18 @@ class CarrierThread:
             except WireError as error:
                 self._abandon(in_flight, str(error))
             self._finish_or_abandon(in_flight)
-        return moved
+        return progressed
 
     def _poll(self, in_flight: _InFlightRead) -> bool:
-        moved = False
+        progressed = False
         while in_flight.posted and not in_flight.is_uncertain:
             if not in_flight.posted[0].is_done():
-                return moved
+                return progressed
             in_flight.posted.popleft().release()
-            moved = True
-        if moved and in_flight.rest:
+            progressed = True
+        if progressed and in_flight.rest:
             in_flight.peer.ahead = min(in_flight.peer.ahead + 1, MOST_AHEAD)  # the network was idle
-        return moved
+        return progressed
 
     def _post(self, in_flight: _InFlightRead) -> bool:
         """Post the next piece of a read, unless enough are in flight."""
@@ -369,7 +369,7 @@ class CarrierThread:
         self._close_link(in_flight.peer)
 
     def _count_quarantine(self, *, lost: int = 0) -> None:
-        quarantined = self._kept
+        quarantined = self._quarantined_reads
         self._figures = replace(
             self._figures,
             lost=self._figures.lost + lost,
@@ -378,12 +378,12 @@ class CarrierThread:
         )
 
     @property
-    def _kept(self) -> list[_InFlightRead]:
+    def _quarantined_reads(self) -> list[_InFlightRead]:
         return [in_flight for in_flight in self._in_flight.values() if in_flight.lost_s is not None]
 
     def _end_quarantine(self) -> None:
         """Recreate the agent if abandoned reads hold too much memory or are too old."""
-        quarantined, limits = self._kept, self._quarantine
+        quarantined, limits = self._quarantined_reads, self._quarantine
         if not quarantined:
             return
         age_s = time.monotonic() - min(in_flight.lost_s or 0.0 for in_flight in quarantined)
@@ -423,7 +423,7 @@ class CarrierThread:
 
     def _finish(self, read: KVRead) -> None:
         del self._reads[read.id]
-        read.over.set_result(None)
+        read.released.set_result(None)
 
 
 def _mismatch(peer: _Peer, indices: Indices, num_bytes: int) -> str | None:

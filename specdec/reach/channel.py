@@ -48,9 +48,9 @@ class Routes:
     """Routes of the side channel. Owned by the event loop's thread."""
 
     def __init__(
-        self, leases: LeaseTable, agents: Callable[[], AgentsResponse], kept: CachedPrefixLog | None
+        self, leases: LeaseTable, agents: Callable[[], AgentsResponse], prefix_log: CachedPrefixLog | None
     ) -> None:
-        self._leases, self._agents, self._prefix_log = leases, agents, kept
+        self._leases, self._agents, self._prefix_log = leases, agents, prefix_log
 
     async def agents(self, request: web.Request, body: bytes) -> bytes:
         """Return how to reach the arenas; queried each time, since agents may be recreated."""
@@ -77,7 +77,7 @@ class Routes:
     async def beat(self, request: web.Request, body: bytes) -> bytes:
         return self._leases.beat(HeartbeatRequest.from_json(body)).write()
 
-    async def kept(self, request: web.Request, body: bytes) -> bytes:
+    async def cached_prefixes(self, request: web.Request, body: bytes) -> bytes:
         if self._prefix_log is None:
             raise ReachError("no_route", "This server does not publish its cached prefixes.")
         since = request.query.get("since", "0")
@@ -91,14 +91,14 @@ def channel_app(
     secret: Secret,
     *,
     agents: Callable[[], AgentsResponse],
-    kept: CachedPrefixLog | None = None,
+    prefix_log: CachedPrefixLog | None = None,
     clock: Callable[[], float] = time.time,
 ) -> web.Application:
     """Build the application. A request's body is read only after its signature is verified."""
     guard = _guard(leases, secret, ReplayGuard(clock))
     app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=[guard])
     app.on_response_prepare.append(_name_server)
-    routes = Routes(leases, agents, kept)
+    routes = Routes(leases, agents, prefix_log)
     for method, path, handler in (
         ("GET", "/reach/agents", routes.agents),
         ("POST", "/reach/leases/{lease}/open", routes.open),
@@ -106,7 +106,7 @@ def channel_app(
         ("POST", "/reach/leases/{lease}/sums", routes.sums),
         ("POST", "/reach/rooms/{room}", routes.room),
         ("POST", "/reach/beat", routes.beat),
-        ("GET", "/reach/kept", routes.kept),
+        ("GET", "/reach/kept", routes.cached_prefixes),
     ):
         app.router.add_route(method, path, _answering(handler), expect_handler=_no_expectation)
     return app

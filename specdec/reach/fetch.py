@@ -91,7 +91,7 @@ class InFlightFetch:
     future: "Future[IncomingPrefix | None]"
     reads: list[KVRead] = field(default_factory=list)
     num_bytes: int = 0
-    came: int = 0
+    num_requested: int = 0
     """Number of the landing's blocks requested so far."""
 
 
@@ -125,7 +125,7 @@ class Fetcher:
         start_s = time.perf_counter()
         self.figures.under_way += 1
         try:
-            fetched = await self._tried(ids, tenant, reference)
+            fetched = await self._fetch(ids, tenant, reference)
         finally:
             self.figures.under_way -= 1
         fetched = fetched._replace(seconds=time.perf_counter() - start_s)
@@ -155,14 +155,14 @@ class Fetcher:
         finally:
             self._declining -= 1
 
-    async def _tried(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
+    async def _fetch(self, ids: Sequence[int], tenant: Tenant, reference: Reference) -> Fetched:
         prompt = PrefixIdentity.of(ids[:-1], tenant.salt)
         session = None
         try:
             async with asyncio.timeout(self._limit_s):
                 session = await self._peers.connect(reference, prompt)
                 async with self._peers.hold(session, reference, prompt) as hold:
-                    return await self._held(hold, ids[:-1], tenant)
+                    return await self._fetch_held(hold, ids[:-1], tenant)
         except TimeoutError:
             return Fetched("late")
         except ReachError as refusal:
@@ -181,7 +181,7 @@ class Fetcher:
             logger.exception("a fetch failed; prefilling its prompt")
             return Fetched("failed")
 
-    async def _held(self, hold: LeaseHold[TransferPlan], ids: Sequence[int], tenant: Tenant) -> Fetched:
+    async def _fetch_held(self, hold: LeaseHold[TransferPlan], ids: Sequence[int], tenant: Tenant) -> Fetched:
         """Fetch the memory of a lease or room."""
         opened = await self._open_room(hold, tenant) if isinstance(hold.reference, RoomReference) else None
         arrival = InFlightFetch(self._transfers.begin_landing(ids, tenant))
@@ -220,7 +220,7 @@ class Fetcher:
     ) -> Fetched:
         """Transfer blocks as they become ready, validate them, and land them."""
         if opened is None:
-            opened = await _unless_lost(hold, self._peers.open(hold, landing.have))
+            opened = await _unless_lost(hold, self._peers.open(hold, landing.num_cached))
         self._begin(hold.session, arrival, landing, opened)
         while not opened.is_whole:
             opened = await _unless_lost(hold, self._peers.open(hold, opened.ready))
@@ -240,7 +240,7 @@ class Fetcher:
         self._byte_s += RECENT * (seconds / max(arrival.num_bytes, 1) - self._byte_s)
         if not await asyncio.wrap_future(self._transfers.land(landing, hidden_1D, seconds=seconds)):
             return Fetched("not_landed")
-        return Fetched("fetched", len(landing.ids) - landing.have, arrival.num_bytes)
+        return Fetched("fetched", len(landing.ids) - landing.num_cached, arrival.num_bytes)
 
     def _begin(
         self,
@@ -251,12 +251,12 @@ class Fetcher:
     ) -> None:
         """Start reading the newly available blocks, and at the end the state."""
         available = opened.first + len(opened.blocks)
-        first, last = len(landing.shared) + arrival.came, available - len(landing.shared)
+        first, last = len(landing.shared) + arrival.num_requested, available - len(landing.shared)
         if opened.first > first or last > len(landing.blocks):
             raise _wrong_blocks()
         remote_blocks, local_blocks = (
             opened.blocks[first - opened.first :],
-            landing.blocks[arrival.came : last],
+            landing.blocks[arrival.num_requested : last],
         )
         state = None
         if opened.is_whole:
@@ -275,10 +275,10 @@ class Fetcher:
         deadline_s = FIRST_S + 4 * self._under_way * self._byte_s
         read = self._carrier.read(session.name, indices, num_bytes, deadline_s)
         loop = asyncio.get_running_loop()
-        read.over.add_done_callback(lambda _: _in_loop(loop, self._arrived, num_bytes))
+        read.released.add_done_callback(lambda _: _in_loop(loop, self._arrived, num_bytes))
         arrival.reads.append(read)
         arrival.num_bytes += num_bytes
-        arrival.came = max(arrival.came, last)
+        arrival.num_requested = max(arrival.num_requested, last)
 
     def _arrived(self, num_bytes: int) -> None:
         self._under_way -= num_bytes
@@ -304,14 +304,14 @@ class Fetcher:
         for read in arrival.reads:
             self._carrier.give_up(read)
         if not arrival.future.cancel():
-            self._drop_behind(arrival.future, [read.over for read in arrival.reads])
+            self._drop_after(arrival.future, [read.released for read in arrival.reads])
 
-    def _drop_behind(self, future: "Future[IncomingPrefix | None]", pending: "list[Future[None]]") -> None:
+    def _drop_after(self, future: "Future[IncomingPrefix | None]", pending: "list[Future[None]]") -> None:
         """Drop the landing after all pending reads; callable from any thread."""
         while pending:
-            over = pending.pop()
-            if not over.done():
-                over.add_done_callback(lambda _: self._drop_behind(future, pending))
+            released = pending.pop()
+            if not released.done():
+                released.add_done_callback(lambda _: self._drop_after(future, pending))
                 return
         future.add_done_callback(self._drop)
 

@@ -32,10 +32,10 @@ class TransferLease:
     seen_s: float = 0.0
     """Time of the reader's last message, or of the hand-over."""
     reader: str | None = None
-    over: Reason | None = None
+    end_reason: Reason | None = None
     error: BaseException | None = None
     """The engine's error, if the prefill failed."""
-    is_told: bool = False
+    is_located: bool = False
     """Whether the reader has the location of all its memory."""
     _sent: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """Blocks and generations known to the reader."""
@@ -54,8 +54,8 @@ class TransferLease:
             raise ReachError(
                 "held", "reader: another reader has this lease; prefill the prompt instead.", field="reader"
             )
-        if request.have > request.length:
-            raise ReachError("malformed", "have: give at most length.", field="have")
+        if request.num_cached > request.length:
+            raise ReachError("malformed", "num_cached: give at most length.", field="num_cached")
 
     def wake(self) -> None:
         for waiter in self._waiters:
@@ -74,7 +74,7 @@ class TransferLease:
         """Wait for engine events; device progress is polled."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
-        while not (is_there() or self.over) and (left_s := end_s - loop.time()) > 0:
+        while not (is_there() or self.end_reason) and (left_s := end_s - loop.time()) > 0:
             waiter: asyncio.Future[None] = loop.create_future()
             self._waiters.add(waiter)
             try:
@@ -102,21 +102,21 @@ class TransferLease:
         current = lent.blocks[: len(blocks)], lent.generations[: len(blocks)]
         return lent.intact and current == (blocks, generations)
 
-    def open_response(self, have: int) -> OpenResponse:
+    def open_response(self, num_cached: int) -> OpenResponse:
         """Return the location of the ready memory, from the first block the reader lacks."""
         lent, size, ready = self.loan.lent, self.block_tokens, self.ready
         is_whole = ready == self.prompt.length
         blocks = lent.blocks if is_whole else lent.blocks[: ready // size]
         if len(blocks) > len(self._sent[0]):
             self._sent = blocks, lent.generations[: len(blocks)]
-        self.is_told = self.is_told or is_whole
+        self.is_located = self.is_located or is_whole
         hidden_1D = lent.hidden_1D if is_whole else None
         return OpenResponse(
             lease=self.id,
             length=self.prompt.length,
             ready=ready,
-            first=have // size,
-            blocks=list(blocks[have // size :]),
+            first=num_cached // size,
+            blocks=list(blocks[num_cached // size :]),
             state=lent.state if is_whole else None,
             hidden=None if hidden_1D is None else HiddenState.of(hidden_1D),
         )

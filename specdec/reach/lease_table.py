@@ -149,7 +149,7 @@ class LeaseTable:
             raise
         if lease.error:
             raise lease.error
-        if not lease.is_read and lease.over != "room_used":
+        if not lease.is_read and lease.end_reason != "room_used":
             raise _lease_over()
 
     def cancel(self, lease: TransferLease) -> None:
@@ -193,7 +193,7 @@ class LeaseTable:
                 "held", "reader: another reader opened this lease and must close it.", field="reader"
             )
         lease.reader = close.reader
-        intact = close.read and lease.is_told and lease.is_intact
+        intact = close.read and lease.is_located and lease.is_intact
         self._count_close(read=close.read, intact=intact)
         self._end(lease, "room_used", intact=intact)
         return intact
@@ -203,11 +203,11 @@ class LeaseTable:
         self._check_engine(request.engine)
         lease = self._find(lease_id)
         lent = lease.loan.lent
-        if lease.reader != request.reader or not lease.is_told:
+        if lease.reader != request.reader or not lease.is_located:
             raise ReachError("held", "reader: open the whole lease first.", field="reader")
-        if max(request.places, default=0) >= len(lent.blocks):
-            raise ReachError("malformed", f"places: it has {len(lent.blocks)} blocks.", field="places")
-        blocks = [lent.blocks[index] for index in request.places]
+        if max(request.indices, default=0) >= len(lent.blocks):
+            raise ReachError("malformed", f"indices: it has {len(lent.blocks)} blocks.", field="indices")
+        blocks = [lent.blocks[index] for index in request.indices]
         sums = await asyncio.to_thread(self._sums, blocks, lent.state)
         if not lease.is_intact:
             raise _lease_over()
@@ -246,10 +246,10 @@ class LeaseTable:
         lease.check(request)
         self.figures.opened += lease.reader is None
         lease.reader, lease.seen_s = request.reader, self._clock()
-        await lease.wait_for_more(request.have, self._wait_s)
+        await lease.wait_for_more(request.num_cached, self._wait_s)
         self._check_live(lease)
         lease.seen_s = self._clock()
-        return lease.open_response(request.have)
+        return lease.open_response(request.num_cached)
 
     def _find(self, lease_id: str) -> TransferLease:
         self.sweep()
@@ -262,11 +262,11 @@ class LeaseTable:
 
     def _check_live(self, lease: TransferLease) -> None:
         """Raise if a lease has ended, or its memory has changed since the reader got its location."""
-        if not (lease.over or lease.is_intact):
+        if not (lease.end_reason or lease.is_intact):
             self._end(lease, "lease_over")
-        if lease.over == "prefill_failed":
+        if lease.end_reason == "prefill_failed":
             raise ReachError("prefill_failed", "The prefill failed; prefill the prompt on the other server.")
-        if lease.over:
+        if lease.end_reason:
             raise _lease_over()
 
     def _check_engine(self, engine: str) -> None:
@@ -287,7 +287,7 @@ class LeaseTable:
 
     def _read(self, lease: TransferLease, done: "Future[LentPrefix]") -> None:
         """Start the timeouts of a prefilled lease, or end a failed one."""
-        if lease.over:
+        if lease.end_reason:
             return
         if done.cancelled() or (error := done.exception()):
             lease.error = None if done.cancelled() else error
@@ -299,9 +299,9 @@ class LeaseTable:
 
     def _end(self, lease: TransferLease, reason: Reason, *, intact: bool = False) -> None:
         """End a lease once, and return its loan."""
-        if lease.over:
+        if lease.end_reason:
             return
-        lease.over = reason
+        lease.end_reason = reason
         del self._leases[lease.id]
         self.figures.held -= 1
         self.figures.held_bytes -= lease.num_bytes

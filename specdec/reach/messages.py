@@ -73,7 +73,7 @@ class OpenRequest(ChannelMessage):
     engine: Id = Field(description=f"the engine's id: {HEX_32}")
     hash: Hash = Field(description=f"the prompt's hash: {HEX_64}")
     length: int = Field(ge=1, le=MOST_TOKENS, description=f"tokens of the prefix: {TOKENS}")
-    have: int = Field(ge=0, le=MOST_TOKENS, description=f"leading tokens with known blocks: {TOKENS}")
+    num_cached: int = Field(ge=0, le=MOST_TOKENS, description=f"leading tokens with known blocks: {TOKENS}")
     reader: Id = Field(description=f"the reader's id, new for each fetch: {HEX_32}")
 
 
@@ -88,7 +88,7 @@ class ChecksumRequest(ChannelMessage):
 
     engine: Id = Field(description=f"the engine's id: {HEX_32}")
     reader: Id = Field(description=f"the reader's id: {HEX_32}")
-    places: list[Place] = Field(max_length=MOST_SUMS, description=f"places of at most {MOST_SUMS} blocks")
+    indices: list[Place] = Field(max_length=MOST_SUMS, description=f"at most {MOST_SUMS} indices")
 
 
 class ChecksumResponse(ChannelMessage):
@@ -168,7 +168,7 @@ class ErrorResponse(ChannelMessage):
     """An error in the server's own format."""
 
     code: Word = Field(description="a reason")
-    message: Annotated[str, Field(max_length=10_000)] = Field(description="a text")
+    message: Annotated[str, Field(max_length=10_000)] = Field(description="a string")
     param: str | None = Field(description="the field at fault, or null")
 
 

@@ -211,7 +211,7 @@ class Peers(Generic[P]):
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
 
-    async def open(self, hold: LeaseHold[P], have: int) -> OpenResponse:
+    async def open(self, hold: LeaseHold[P], num_cached: int) -> OpenResponse:
         """Query the location of a prompt's memory; the blocks of `have` leading tokens are known.
 
         Waits some seconds at most for the peer's engine, so the answer may contain nothing new. A room that
@@ -220,7 +220,11 @@ class Peers(Generic[P]):
         prompt, reference = hold.prompt, hold.reference
         room = reference.room if isinstance(reference, RoomReference) and hold.lease is None else None
         request = OpenRequest(
-            engine=hold.session.engine, hash=prompt.hash, length=prompt.length, have=have, reader=hold.reader
+            engine=hold.session.engine,
+            hash=prompt.hash,
+            length=prompt.length,
+            num_cached=num_cached,
+            reader=hold.reader,
         )
         path = f"{hold.path}/open" if room is None else f"/reach/rooms/{room}"
         kind: Kind = "lease" if room is None else "room"
@@ -235,13 +239,13 @@ class Peers(Generic[P]):
                 await _sleep_until(again_s)
             raise
         hold.lease = opened.lease
-        if opened.ready <= have and not opened.is_whole:
+        if opened.ready <= num_cached and not opened.is_whole:
             await _sleep_until(again_s)
         return opened
 
-    async def sums(self, hold: LeaseHold[P], places: Sequence[int]) -> list[int]:
+    async def sums(self, hold: LeaseHold[P], indices: Sequence[int]) -> list[int]:
         """Return the peer's checksums of some blocks and of the state."""
-        body = ChecksumRequest(engine=hold.session.engine, reader=hold.reader, places=list(places))
+        body = ChecksumRequest(engine=hold.session.engine, reader=hold.reader, indices=list(indices))
         try:
             return (
                 await self._calls.post(
@@ -402,17 +406,17 @@ class Peers(Generic[P]):
 
     async def _beat(self, link: _Link[P]) -> None:
         """Send heartbeats while anything is leased at a peer."""
-        silent = 0
+        missed = 0
         try:
             while link.holds:
                 await asyncio.sleep(self._beat_s)
                 try:
                     await self._beat_once(link)
-                    silent = 0
+                    missed = 0
                 except ReachError as refusal:
-                    silent += 1
+                    missed += 1
                     self.figures.failures[refusal.reason] += 1
-                    if refusal.reason != "peer_slow" or silent >= MOST_SILENT:
+                    if refusal.reason != "peer_slow" or missed >= MOST_SILENT:
                         self._mark_lost(link)
         finally:
             link.beating = None

@@ -19,7 +19,7 @@ from specdec.state_slots.prefix.cache import PrefixCache
 from specdec.state_slots.prefix.tree import Ids, PrefixNode
 
 CachedPrefix = tuple[int, int]
-"""A prefix's hash, from `hash_beginnings`, and its length."""
+"""A prefix's hash, from `hash_prefixes`, and its length."""
 MOST_CHANGES = 1 << 14
 """Maximum log entries; a router further behind gets a full answer."""
 MOST_TOLD = 1 << 16
@@ -34,7 +34,7 @@ LOOK_SHARE = 0.05
 HEX_16 = "16 hexadecimal digits in lower case"
 
 
-def hash_beginnings(ids: Sequence[int] | NDArray[np.integer], salt: str = "") -> NDArray[np.uint64]:
+def hash_prefixes(ids: Sequence[int] | NDArray[np.integer], salt: str = "") -> NDArray[np.uint64]:
     """Hash every prefix of a prompt at once: entry n - 1 covers the first n tokens.
 
     The hash is a sum of mixed (token, position) pairs modulo 2^64, so one cumulative sum suffices. It is only
@@ -60,7 +60,7 @@ Entry = Annotated[tuple[Hash, Length], Strict(False)]
 class PrefixLogChanges(ChannelMessage):
     """Changes for a router: apply them to its entries at `since`, or to none if `whole`.
 
-    Entries added and removed since are listed in `gone`, though the router never saw them.
+    Entries that came and went since then are in `gone`, though the router never saw them.
     """
 
     epoch: Id = Field(description="the engine's id; entries of another engine are void")
@@ -171,7 +171,7 @@ class CachedPrefixLog:
 
 
 def _hash(ids: Ids, salt: str) -> int:
-    return int(hash_beginnings(ids, salt)[-1])
+    return int(hash_prefixes(ids, salt)[-1])
 
 
 def _entries(prefixes: Iterable[CachedPrefix]) -> list[tuple[str, int]]:

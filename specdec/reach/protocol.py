@@ -161,7 +161,7 @@ class Secret:
         return hmac.compare_digest(mac.encode(), reference.mac.encode(errors="surrogateescape"))
 
     def digest(self, purpose: str, text: str) -> bytes:
-        """Return the HMAC-SHA256 of a text for one purpose: a signature for one is not valid for another."""
+        """Return a string's HMAC-SHA256 for one purpose; it is not valid for other purposes."""
         message = f"specdec reach {VERSION} {purpose}\n{text}"
         return hmac.digest(self._key, message.encode(errors="surrogateescape"), "sha256")
 

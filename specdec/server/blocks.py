@@ -15,7 +15,7 @@ Kind = Literal["thinking", "text", "call"]
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """Thinking, a text, or a call with its arguments."""
+    """Thinking, text, or a call with its arguments."""
 
     kind: Kind
     index: int

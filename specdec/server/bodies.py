@@ -47,7 +47,7 @@ BUDGETS = ("thinking_token_budget", "thinking_budget", "max_thinking_tokens")
 DURATION = re.compile(r"(?P<number>-?\d{1,12}(\.\d{1,9})?)(?P<unit>s|m|h)?", re.ASCII)
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 Duration = StrictInt | StrictFloat | str
-"""Seconds, or a text with a unit."""
+"""Seconds, or a string with a unit."""
 KEPT = "seconds that the model stays loaded afterwards, or 5m; 0 for none, -1 forever"
 STRUCTURED = "structured_outputs"
 """The engine's name of structured output fields."""
@@ -112,7 +112,7 @@ class StreamOptions(BaseModel):
 
 
 class RequestBody(BaseModel):
-    """Fields of completions and chats. Null counts as absent; bounds are those of `SamplingParams`."""
+    """Fields of completions and chats. Null counts as absent; bounds are as in `SamplingParams`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -280,7 +280,7 @@ class RequestBody(BaseModel):
 
 
 class CompletionBody(RequestBody):
-    prompt: str | Ids | Many[str] | Many[Ids] = Field(description="a text, token ids, or a list of either")
+    prompt: str | Ids | Many[str] | Many[Ids] = Field(description="a string, token ids, or a list of either")
     logprobs: int | None = Field(None, description="alternatives for each token")
     echo: bool = Field(False, description="return the prompt before the text, with its log-probabilities")
 
@@ -304,7 +304,7 @@ class CompletionBody(RequestBody):
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
-            raise Failure(400, "prompt: it is empty; give a text or token ids.", param="prompt")
+            raise Failure(400, "prompt: it is empty; give a string or token ids.", param="prompt")
         return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 

@@ -18,7 +18,7 @@ SHARED = (
 
 
 class Dialect(BaseModel):
-    """Fields with the same meaning as in a chat; bounds are those of `SamplingParams`."""
+    """Fields with the same meaning as in a chat; bounds are as in `SamplingParams`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 

@@ -37,12 +37,12 @@ KINDS_OF_VALUE = {"str", "int", "float", "bool", "list", "dict"}
 
 
 SEVERAL = {
-    "prompt": "give a text, token ids, or a list of texts or of lists of ids",
-    "stop": "give a text or a list of texts",
+    "prompt": "give a string, token ids, or a list of strings or of lists of ids",
+    "stop": "give a string or a list of strings",
     "bootstrap_host": "give a host, or a list with one for each prompt",
     "bootstrap_port": "give a port from 1 to 65535, or a list with one for each prompt",
     "bootstrap_room": "give an integer of 63 bits, or a list with one for each prompt",
-    "keep_alive": "give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model loaded",
+    "keep_alive": "give seconds, or a string such as 30s, 5m or 2h; -1 keeps the model loaded",
 }
 """Remedies of fields with several allowed types: pydantic's errors only cover the first."""
 

@@ -220,7 +220,7 @@ class CompletionFormat:
         }
 
     def _logprobs(self, choice: int, delta: Delta, echo: PromptEcho | None) -> Json:
-        """Return log-probabilities as columns, the prompt's first; offsets are those of each token's text."""
+        """Return log-probabilities as columns, the prompt's first; offsets count characters of text."""
         prompts = filter(None, delta.prompt_logprobs or ())
         logprobs = [*prompts, *(delta.logprobs or ())]
         first = [echo.first] if echo else []

@@ -21,7 +21,7 @@ from specdec.server.tools.bodies import ToolCall
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""Only the first mistake is reported: collecting those of millions would block the server."""
+"""Only the first mistake is reported: collecting millions would block the server."""
 CACHE = "cache_control"
 MOST_MARKS = 4
 MEDIA = frozenset(
@@ -59,9 +59,9 @@ def _kind(content: Any) -> str | None:
 
 
 EITHER = Discriminator(
-    _kind, custom_error_type="either", custom_error_message="give a text, or a list of parts"
+    _kind, custom_error_type="either", custom_error_message="give a string, or a list of parts"
 )
-"""A text or a list: errors refer to the given type, with the location inside it."""
+"""A string or a list: errors refer to the given type, with the location inside it."""
 
 
 class TextOnly(BaseModel):
@@ -99,7 +99,7 @@ class ChatMessage(TextOnly):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(description="system, user, assistant, tool, or another role of the template")
-    content: Content | None = Field(None, description="a text, or parts of type text")
+    content: Content | None = Field(None, description="a string, or parts of type text")
     tool_calls: Many[ToolCall] | None = Field(None, description="calls of the assistant")
     reasoning_content: str | None = Field(None, description="thinking of the assistant")
     reasoning: str | None = Field(None, description="the same, under another name")

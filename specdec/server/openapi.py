@@ -20,7 +20,7 @@ BODIES: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/responses": (ResponseBody, "Answer with OpenAI's Responses API"),
     "/v1/messages": (MessageBody, "Answer with Anthropic's Messages API"),
     "/v1/messages/count_tokens": (CountBody, "Count the tokens of a prompt of the Messages API"),
-    "/tokenize": (TokenizeBody, "Turn a text or a chat into token ids"),
+    "/tokenize": (TokenizeBody, "Turn a prompt or a chat into token ids"),
     "/detokenize": (DetokenizeBody, "Turn token ids into text"),
 }
 PLAIN = {

@@ -8,8 +8,8 @@ from pydantic_core import ErrorDetails
 FITS = {
     "missing": "it is required",
     "extra_forbidden": "it is not a known field; leave it out",
-    "string_type": "give a text",
-    "string_unicode": "give a text in valid Unicode",
+    "string_type": "give a string",
+    "string_unicode": "give a string in valid Unicode",
     "string_pattern_mismatch": "it has characters that it must not have; it must match {pattern}",
     "string_too_short": "give at least {min_length:,} characters",
     "string_too_long": "give at most {max_length:,} characters",

@@ -175,7 +175,7 @@ class Resident:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether its weights use memory, including those of a failed engine until freed."""
+        """Whether its weights use memory; a failed engine's do until freed."""
         return self.phase is not Phase.UNLOADED
 
     @property

@@ -68,7 +68,7 @@ class ServerConfig(Settings):
         repr=False,
         title="accepted API keys, in addition to SPECDEC_API_KEY and api_key_file. weight=2 after a key "
         "doubles its share of the engine; max_queued=64 limits its choices in flight",
-        description="a list of keys, or None; in a file of settings quote one that looks like a number",
+        description="a list of keys, or None; in a settings file quote one that looks like a number",
     )
     api_key_file: str | None = path("a file with one key per line; # begins a comment")
     allowed_origins: list[str] | None = Field(
@@ -83,8 +83,8 @@ class ServerConfig(Settings):
         None,
         repr=False,
         min_length=1,
-        title="password of an encrypted key; put it into a file of settings to hide it from other users",
-        description="a text, or None; in a file of settings quote one that looks like a number",
+        title="password of an encrypted key; use a settings file to hide it from other users",
+        description="a string, or None; in a settings file quote one that looks like a number",
     )
     max_body_bytes: int = integer(16 << 20, "maximum bytes of a request body", least=1024)
     max_prompts: int = integer(256, "maximum prompts of a request")

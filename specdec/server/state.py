@@ -386,7 +386,6 @@ class ServedModel:
             self._is_slow = time.thread_time() - start_s > LONG_S
 
     async def encode(self, text: str, caller: str, *, special: bool = True) -> list[int]:
-        """Tokenize a text."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise Failure(400, "prompt: the model has no tokenizer; send token ids.", param="prompt")

@@ -21,7 +21,7 @@ from specdec.kernels.table import load_kernels, on_gpu
 from specdec.models import spec
 from specdec.models.block_head import CONTEXT
 from specdec.models.checkpoint import Checkpoint
-from specdec.models.families import open_tensors, stored_numbers
+from specdec.models.families import open_tensors, stored_scheme
 from specdec.models.feed_forward import MoE
 from specdec.models.files import GGUF_TYPES
 from specdec.models.formats import FORMATS, WeightFormat
@@ -275,7 +275,7 @@ def measure_stored(
     checkpoint: Checkpoint, network: spec.NetworkSpec, settings: Resolved, head: HeadSource | None = None
 ) -> Footprint:
     """Return the footprint of a checkpoint's network as an engine with these settings stores it."""
-    scheme_of = stored_numbers(checkpoint, network)
+    scheme_of = stored_scheme(checkpoint, network)
 
     def usable(name: str) -> QuantisationScheme | None:
         scheme = scheme_of(name) if settings.weights else None

@@ -100,7 +100,7 @@ def copy_bytes(
     packed: PackedSizes | None = None,
 ) -> int:
     """Return the bytes of a quantised copy besides the network, whose embedding it shares."""
-    stored_bytes += packed.numbers * stored.itemsize - packed.stored if packed else 0
+    stored_bytes += packed.entries * stored.itemsize - packed.stored if packed else 0
     sizes = network, dtype, stored, stored_bytes, narrow_bytes
     num_bytes = weight_bytes(*sizes, quantize=COPIED_IN, kept=kept)
     return num_bytes - network.vocab * network.hidden * dtype.itemsize

@@ -53,7 +53,7 @@ def _windows(loop: DecodeLoop, max_length: int) -> Iterator[list[Row]]:
     chunk = min(scheduler.chunk_tokens, max_length)
 
     def rows(tree: TokenTree, slots: Sequence[Any] = (), count: int = 1) -> Iterator[list[Row]]:
-        """Yield windows at the start of a text and after a long one, with a path where possible."""
+        """Yield windows at the start of a sequence and after a long one, with a path where possible."""
         for length in (0, max_length - len(tree)):
             path = [(0, 0)] if length and widest > 1 and (slots or len(tree) == 1) else []
             if not _keeps_records(loop):

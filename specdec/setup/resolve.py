@@ -368,7 +368,7 @@ def _packed_bytes(packed: PackedSizes, kernels: str, dtype: torch.dtype) -> int:
     """Return the bytes of published integer weights: a GPU keeps those that fit its tiles, `cpu` none."""
     if on_gpu(kernels):
         return packed.tiled + packed.untiled * dtype.itemsize
-    return packed.numbers * dtype.itemsize if kernels == "cpu" else packed.multiplied
+    return packed.entries * dtype.itemsize if kernels == "cpu" else packed.multiplied
 
 
 def _dtype(config: EngineConfig, device: torch.device, stored: torch.dtype, stored_bytes: int) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Check, from the owners' slots alone, that each byte has one owner and none is leaked."""
+"""Check, using only the owners' slots, that every byte has one owner and none leaks."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -52,7 +52,7 @@ class StateShape:
 class KVRegion(NamedTuple):
     """The part of a block for attention layers of one shape: [head, layer, part, token, dim].
 
-    Heads are outermost, so those of any rank of a tensor-parallel group are contiguous.
+    Heads are outermost, so each tensor-parallel rank's heads are contiguous.
     """
 
     shape: KVShape

@@ -49,7 +49,7 @@ class TopTokens(Sequence[tuple[int, float]]):
 
 
 class Logprob(NamedTuple):
-    """The chosen token's log-probability, and those of the likeliest."""
+    """Log-probabilities of the chosen and the likeliest tokens."""
 
     chosen: float
     top: Sequence[tuple[int, float]]

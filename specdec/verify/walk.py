@@ -12,7 +12,7 @@ class AcceptedPath:
     nodes: tuple[int, ...]
     """Accepted nodes, the root first."""
     emitted: tuple[int, ...]
-    """Emitted tokens: those of the accepted nodes below the root, and the one sampled at the last node."""
+    """Emitted tokens: the accepted nodes below the root, then the token sampled at the last node."""
 
 
 def walk(chosen: Sequence[int], tree: TokenTree) -> AcceptedPath:

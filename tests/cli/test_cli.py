@@ -319,7 +319,7 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
         (["bench", "xyzzy"], "xyzzy is not a command of specdec bench; known are throughput, acceptance, "),
         (["generate", "tiny", "--colour", "red"], "--colour cannot be 'red'; give auto, always or never"),
         (["info", "tiny", "-ngl", "9"], "-ngl is not supported: the whole model runs on one device"),
-        (["chat", "tiny", "Hi", "there"], "specdec chat does not take 'there'; put a text of several words"),
+        (["chat", "tiny", "Hi", "there"], "specdec chat does not take 'there'; quote an argument"),
         (["generate", "tiny", "-p", "x", "y"], "-p and 'y' both give the prompt; give it once, in quotes if"),
         (["generate", "tiny", "x", "--prompt", "y"], "--prompt and 'x' both give the prompt; give it once"),
         (["chat", "tiny", "x", "--message=y"], "--message and 'x' both give the message; give it once"),

@@ -139,7 +139,7 @@ def test_wrong_engine_values_are_refused_by_name(field: str, values: list[Any]) 
 
 def test_a_salt_that_is_no_unicode_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"cache_salt is not valid Unicode; give a text of 1 to 256"
+        ConfigError, match=r"cache_salt is not valid Unicode; give a string of 1 to 256"
     ) as caught:
         SamplingParams(cache_salt="a\ud800")
     assert caught.value.field == "cache_salt"

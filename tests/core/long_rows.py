@@ -78,7 +78,7 @@ def main() -> None:
         print("longest steps, s of the thread:", [round(own, 3) for own in sorted(steps_s)[:-6:-1]])
     at = [own for own in came_s if own >= start_s - 0.5]
     pauses = sorted(later - earlier for earlier, later in pairwise(at))
-    print("longest pauses, s:", [round(own, 3) for own in pauses[:-6:-1]])
+    print("longest pauses, s:", [round(pause, 3) for pause in pauses[:-6:-1]])
     print(f"tokens/s: {tokens[0] / took_s:.0f}; per second of CPU: {tokens[0] / cpu_s:.0f}")
 
 

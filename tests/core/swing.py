@@ -37,7 +37,7 @@ class End:
 
     def full(self, part: float) -> float:
         """Return the share of those steps with more than a given share of slabs in use."""
-        return sum(own > part for own in self.slabs) / max(len(self.slabs), 1)
+        return sum(slab > part for slab in self.slabs) / max(len(self.slabs), 1)
 
 
 def swing(engine: SpecEngine, loads: Sequence[Load], vocab: int) -> Iterator[End]:

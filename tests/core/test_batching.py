@@ -95,7 +95,7 @@ def test_the_kernels_that_users_get_batch_alike(hybrid: Path, layout: Layout, dt
 
 def test_preempted_rows_say_the_same(hybrid: Path, layout: Layout) -> None:
     prompts, params = draw_requests(1, 9, longest=30)
-    params = [own.model_copy(update={"max_tokens": 34, "ignore_eos": True}) for own in params]
+    params = [param.model_copy(update={"max_tokens": 34, "ignore_eos": True}) for param in params]
     memory = bytes_for(layout, sequences=3, length=64)
     with SpecEngine(hybrid, dtype="float64", memory_bytes=memory, max_model_len=64) as engine:
         together = engine.generate(prompts, params)

@@ -85,11 +85,11 @@ def test_the_engines_counts_are_the_sum_of_its_requests(
             own = {"drafted": drafted, "depth": depth, "accepted": accepted, "tokens": accepted + 1}
             counts.note(**own, context=700 * (i + 1))
     for name in ("steps", "tokens", "drafted", "accepted"):
-        assert getattr(whole, name) == sum(getattr(own, name) for own in parts)
+        assert getattr(whole, name) == sum(getattr(part, name) for part in parts)
         assert getattr(whole, name) == sum(getattr(own, name) for own in whole.by_context().values())
-    assert whole.histogram == sum((own.histogram for own in parts), Counter[int]())
+    assert whole.histogram == sum((part.histogram for part in parts), Counter[int]())
     for i, reached in enumerate(whole.reached):
-        assert reached == sum(own.reached[i] for own in parts if i < len(own.reached))
+        assert reached == sum(part.reached[i] for part in parts if i < len(part.reached))
 
 
 def test_a_clock_puts_all_of_a_step_down_to_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,8 @@ class Crowd(Bench):
     def served(self) -> Counter[Tenant]:
         """Return the computed tokens by tenant, without recomputed ones."""
         served: Counter[Tenant] = Counter()
-        for own in self.requests:
-            served[own.tenant] += own.charged_tokens
+        for request in self.requests:
+            served[request.tenant] += request.charged_tokens
         return served
 
     def running(self, tenant: Tenant) -> int:
@@ -200,7 +200,7 @@ def test_new_connections_do_not_starve_one_that_stays() -> None:
         crowd.ask(Tenant(source=f"new {number}"), max_tokens=11)
         crowd.advance(2)
     assert len(crowd.scheduler.waiting) > 20, "they come faster than they are served"
-    assert all(own.finish_reason for own in waits)
+    assert all(wait.finish_reason for wait in waits)
 
 
 def test_places_are_not_taken_from_one_caller_for_a_request_that_waits_for_more() -> None:
@@ -302,7 +302,7 @@ def test_parked_requests_are_shown_before_they_are_preempted() -> None:
     crowd, parked = Crowd(slabs=40), list[Request]()
 
     def park(requests: Iterable[Request]) -> None:
-        parked.extend(own for own in requests if own.committed and own.num_computed_tokens)
+        parked.extend(request for request in requests if request.committed and request.num_computed_tokens)
 
     crowd.scheduler.park = park
     crowd.ask(ALICE, 9, max_tokens=50)

@@ -61,8 +61,8 @@ def test_who_wants_no_drafts_gets_none_and_the_same_text(folder: Path, mode: str
         assert own.stats.drafted == own.stats.accepted == 0 and set(own.origins) == {0}
         assert own.stats.steps == len(own.token_ids) - 1
     neighbours = [own.stats for own, speculates in zip(mixed, turns, strict=True) if speculates]
-    assert sum(own.drafted for own in neighbours) > 0
-    assert mode == "suffix" or sum(own.accepted for own in neighbours) > 0
+    assert sum(neighbour.drafted for neighbour in neighbours) > 0
+    assert mode == "suffix" or sum(neighbour.accepted for neighbour in neighbours) > 0
 
 
 @pytest.mark.parametrize("mode", ["device none", "device tree", "device suffix"])

@@ -240,7 +240,7 @@ def test_a_long_text_is_read_in_parts_and_drafted_from_when_all_is_read(bench: B
     assert first[0].num_drafted == 0 < first[1].num_drafted
     assert len(bench.head.read[0][0]) <= 4
     parts = [bench.propose("b", own, TREE) for _ in range(3)]
-    assert [own.num_drafted for own in parts[:2]] == [0, 0]
+    assert [part.num_drafted for part in parts[:2]] == [0, 0]
     assert parts[2].tree == expected.tree
     assert parts[2].scores == pytest.approx(expected.scores, rel=EXACT)
 

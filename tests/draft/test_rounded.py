@@ -101,8 +101,8 @@ def test_each_token_is_guessed_behind_those_before_it(
     shape, shorter = CHAIN, replace(CHAIN, num_steps=2)
     wants = [replace(first, shape=shape), replace(second, shape=shorter), second]
     proposals = bench.drafter.propose(wants)
-    assert [own.num_drafted for own in proposals] == [shape.num_steps, 2, 0]
-    assert [max(own.tree.depths) for own in proposals] == [shape.num_steps, 2, 0]
+    assert [proposal.num_drafted for proposal in proposals] == [shape.num_steps, 2, 0]
+    assert [max(proposal.tree.depths) for proposal in proposals] == [shape.num_steps, 2, 0]
     assert len(bench.ranked) == shape.num_steps + 2
     for (key, path), logits_V in bench.ranked.items():
         want = first if key == first.key else second

@@ -96,11 +96,11 @@ def test_log_probabilities_have_the_texts_of_their_tokens(engine: SpecEngine) ->
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     (own,) = engine.generate(IDS, params)
     assert own.logprobs and own.prompt_logprobs and own.prompt_logprobs[0] is None
-    assert [each and each.token_id for each in own.prompt_logprobs] == [None, *IDS[1:]]
+    assert [logprob and logprob.token_id for logprob in own.prompt_logprobs] == [None, *IDS[1:]]
     for each in (*own.logprobs, *own.prompt_logprobs[1:]):
         assert each and each.decoded_token == spell(each.token_id)
         assert each.decoded_top == tuple(spell(token) for token, _ in each.top)
-    assert own.cumulative_logprob == pytest.approx(sum(each.logprob for each in own.logprobs))
+    assert own.cumulative_logprob == pytest.approx(sum(logprob.logprob for logprob in own.logprobs))
     assert engine.generate(IDS, GREEDY)[0].cumulative_logprob is None
 
 

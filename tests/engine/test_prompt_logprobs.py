@@ -14,7 +14,7 @@ from tests.text.test_text import cut
 
 def plain(done: Completion) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
     assert done.logprobs is not None
-    return [(own.token_id, own.logprob, own.top) for own in done.logprobs]
+    return [(logprob.token_id, logprob.logprob, logprob.top) for logprob in done.logprobs]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_they_survive_preemptions(hybrid: Path) -> None:
         (whole,) = engine.generate([list(range(1, 18))], params)
         assert whole.stats.preemptions == 3
     assert whole.prompt_logprobs is not None
-    assert [own and own.token_id for own in whole.prompt_logprobs] == [None, *range(2, 18)]
+    assert [logprob and logprob.token_id for logprob in whole.prompt_logprobs] == [None, *range(2, 18)]
 
 
 def test_a_single_token_has_none(hybrid: Path) -> None:

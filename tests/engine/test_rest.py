@@ -65,10 +65,10 @@ def test_texts_are_the_same_after_a_rest_in_mid_answer(drafting: SpecEngine) -> 
     plain = [list(done.token_ids) for done in engine.generate(PROMPTS, PARAMS)]
     heard = Listener(engine, after=5)
     assert heard.rested.wait(60)
-    told = [len(own) for own in heard.tokens]
+    told = [len(token) for token in heard.tokens]
     assert arena.held == 0 and engine.stats().running == 0 and engine.stats().waiting
     assert not arena.data[:: 1 << 12].any(), "its bytes have been given back"
-    assert [len(own) for own in heard.tokens] == told and not heard.over.is_set()
+    assert [len(token) for token in heard.tokens] == told and not heard.over.is_set()
     engine.wake()
     assert heard.over.wait(60) and not heard.errors
     assert heard.tokens == plain

@@ -159,8 +159,8 @@ def serve(model: LoadedModel, prompts: Sequence[int], params: Sequence[SamplingP
     for length in prompts:
         _submit(core, next(numbers), length, params[0])
         core.run_until_idle()
-    for own in params:
-        _submit(core, next(numbers), 40, own)
+    for param in params:
+        _submit(core, next(numbers), 40, param)
         for _ in range(3):
             core.step()
     core.run_until_idle()

@@ -218,7 +218,7 @@ def test_experts_equal_dequantised_weights(
     x_TD = draw(tokens, hidden, dtype=dtype)
     weights = draw_experts(form, num_experts, width, hidden, gated=gated, dtype=dtype)
     index_TA, weight_TA = choose(tokens, num_experts, top_k)
-    packed = [moe.pack_experts(own) for own in weights]
+    packed = [moe.pack_experts(weight) for weight in weights]
     if tokens <= moe.NARROW_WINDOW:  # wider windows plan in integers, which hold no NaN
         poison(monkeypatch)
     found = moe.experts(x_TD, *packed, index_TA, weight_TA, gated=gated)
@@ -230,7 +230,7 @@ def test_experts_equal_dequantised_weights(
 def test_a_token_does_not_depend_on_its_window_among_experts(num_experts: int, form: Rounding) -> None:
     """Bit for bit up to 64 tokens, of which few or most choose an expert."""
     weights = draw_experts(form, num_experts, 20, 65, gated=True, dtype=torch.bfloat16)
-    packed = [moe.pack_experts(own) for own in weights]
+    packed = [moe.pack_experts(weight) for weight in weights]
     x_TD, (index_TA, weight_TA) = draw(64, 65, dtype=torch.bfloat16), choose(64, num_experts, 3)
     alone = moe.experts(x_TD[:1], *packed, index_TA[:1], weight_TA[:1], gated=True)
     heights = set()
@@ -248,7 +248,7 @@ def test_a_token_does_not_depend_on_its_window_among_experts(num_experts: int, f
 @pytest.mark.parametrize("tokens", [1, 9, 20])
 def test_experts_that_were_not_chosen_are_not_read(tokens: int, form: Rounding) -> None:
     weights = draw_experts(form, 12, 8, 16, gated=True, dtype=torch.float32)
-    packed = [moe.pack_experts(own) for own in weights]
+    packed = [moe.pack_experts(weight) for weight in weights]
     (index_TA, weight_TA), x_TD = choose(tokens, 6, 2), draw(tokens, 16)
     expected = moe.experts(x_TD, *packed, index_TA, weight_TA, gated=True)
     idle_E = torch.ones(12, dtype=torch.bool, device=DEVICE)

@@ -171,7 +171,7 @@ def test_a_prompt_in_chunks_equals_a_prompt(ops: Any) -> None:
     projected_TN, expected_memory = project(layer, 75, torch.float32), copy_of(memory)
     expected_TN = reference.mamba(projected_TN, layer, expected_memory, build_group([chain(75)], SLOTS[1]))
     pieces = projected_TN.split([67, 3, 1, 4])
-    found = [ops.mamba(own, layer, memory, build_group([chain(len(own))], SLOTS[1])) for own in pieces]
+    found = [ops.mamba(piece, layer, memory, build_group([chain(len(piece))], SLOTS[1])) for piece in pieces]
     close(torch.cat(found), expected_TN)
     assert_same_memory(memory, expected_memory, KERNEL_FLOAT32)
 

@@ -124,7 +124,9 @@ def recurrent_case(
     slots = [7, 2, 5][:rows]
     tree = [trees.draw(kind, width, seed) for seed in range(rows)]
     records = trees.scattered(rows, 2 * width, seed=3)
-    first = trees.build_group(tree, slots, records=[own[:width] for own in records], conv_taps=layer.taps)
+    first = trees.build_group(
+        tree, slots, records=[record[:width] for record in records], conv_taps=layer.taps
+    )
     paths = [
         [own[node] for node in trees.path_to(parents, width - 1)][: 0 if row == 1 else None]
         for row, (own, parents) in enumerate(zip(records, tree, strict=True))
@@ -134,11 +136,11 @@ def recurrent_case(
         tree if recorded else certain,
         slots,
         paths=paths,
-        records=[own[width:] for own in records] if recorded else None,
+        records=[record[width:] for record in records] if recorded else None,
         conv_taps=layer.taps,
     )
     third = trees.build_group(
-        tree, slots, paths=paths, records=[own[:width] for own in records], conv_taps=layer.taps
+        tree, slots, paths=paths, records=[record[:width] for record in records], conv_taps=layer.taps
     )
     return first, second, third
 

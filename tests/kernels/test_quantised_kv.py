@@ -134,4 +134,4 @@ def test_moving_keeps_every_bit() -> None:
     for ops, own in zip((reference, cpu, GPU), pages, strict=True):
         reference.append(case.k, case.v, own, case.group)
         ops.move(own, case.group.table_BN, torch.tensor([[20, 22, 24, 26]]), torch.tensor([[20, 21, 22, 23]]))
-    assert all(torch.equal(own.view(torch.uint8), pages[0].view(torch.uint8)) for own in pages)
+    assert all(torch.equal(page.view(torch.uint8), pages[0].view(torch.uint8)) for page in pages)

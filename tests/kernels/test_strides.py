@@ -74,12 +74,14 @@ def relay_memory(monkeypatch: pytest.MonkeyPatch, field: str, relay: Relay) -> N
 
 def of_pages(form: str) -> Iterator[Planned]:
     bench = bench_of(form, torch.device("cpu"), torch.float32)
-    return (own for own in problems(bench, "experts") if own.operation in ("self_attention", "move"))
+    return (
+        problem for problem in problems(bench, "experts") if problem.operation in ("self_attention", "move")
+    )
 
 
 def of_memory(form: str, name: str) -> Iterator[Planned]:
     bench = bench_of(form, torch.device("cpu"), torch.float32)
-    return (own for own in problems(bench, name, batch=2, window=4) if own.backing)
+    return (problem for problem in problems(bench, name, batch=2, window=4) if problem.backing)
 
 
 def outcome(problem: Planned) -> str:

@@ -11,7 +11,11 @@ from specdec.kernels.table import OPERATIONS, PLACES, Kernels, load_kernels
 def shape_of(function: Any) -> list[tuple[str, Any, Any]]:
     """Return the parameters' names, kinds and defaults."""
     parameters = inspect.signature(function).parameters.values()
-    return [(own.name, own.kind, own.default) for own in parameters if own.name != "self"]
+    return [
+        (parameter.name, parameter.kind, parameter.default)
+        for parameter in parameters
+        if parameter.name != "self"
+    ]
 
 
 @pytest.mark.parametrize("form", PLACES)

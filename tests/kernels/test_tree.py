@@ -220,7 +220,7 @@ def test_pruning_equals_the_proposals(ops: ModuleType, rows: int) -> None:
             proposals.append(Proposal(tree, *map(tuple, weights[-1])))
         score_BN, belief_BN = torch.tensor(weights, dtype=torch.float64).unbind(1)
         pruned = ops.prune(*draws.windows(trees), score_BN, belief_BN, count + 1)
-        expected = [own.best(count + 1) for own in proposals]
+        expected = [proposal.best(count + 1) for proposal in proposals]
         assert draws.proposals_of(pruned) == expected
 
 

@@ -88,8 +88,8 @@ def test_many_equal_scores_are_ranked_equally(size: int, count: int) -> None:
     tree = draws.draw_tree(rng, size + 1, vocabulary=300)
     scores = [[1.0] for _ in range(ROWS)]
     for parent in tree.parents[1:]:
-        for own in scores:
-            own.append(own[parent] * rng.choice((0.5, 1.0)))
+        for score in scores:
+            score.append(score[parent] * rng.choice((0.5, 1.0)))
     score_BN = torch.tensor(scores, dtype=torch.float64)
     nodes = *draws.windows([tree] * ROWS), score_BN, score_BN * 0.5
     assert_same((triton.frontier(score_BN, count),), (cpu.frontier(score_BN, count),))

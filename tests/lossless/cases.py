@@ -99,9 +99,9 @@ def plain_cases(folder: Path, **fields: Any) -> list[Case]:
     rng, cases = Random(2), []
     with SpecEngine(folder, **plain(fields)) as engine:
         for feature, settings in FEATURES.items():
-            for own in settings:
+            for setting in settings:
                 prompt = [rng.randrange(END) for _ in range(rng.choice([1, 4, 11, 19, 40]))]
-                params = SamplingParams(**{"max_tokens": 12, "seed": rng.getrandbits(40), **own})
+                params = SamplingParams(**{"max_tokens": 12, "seed": rng.getrandbits(40), **setting})
                 said = engine.generate([prompt], params)
                 if feature == "stop":
                     # Two letters from the middle of the text; they may occur earlier, which is part of the
@@ -226,7 +226,7 @@ def rounding(network: NetworkSpec, exact: float = EXACT) -> float:
     A sigmoid router computes in float32 whatever the model's dtype, unless it is a narrow one.
     """
     experts = [layer.ffn for layer in network.layers if isinstance(layer.ffn, MoE)]
-    wide = any(own.router == "sigmoid" and not own.narrow_router for own in experts)
+    wide = any(expert.router == "sigmoid" and not expert.narrow_router for expert in experts)
     return max(exact, FLOAT64_LOGITS) if wide else exact
 
 
@@ -243,4 +243,4 @@ def _logprobs_agree(expected: Completion, got: Completion, within: float) -> boo
 
 
 def _flat(logprobs: Sequence[TokenLogprob]) -> list[list[tuple[int, float]]]:
-    return [[(own.token_id, own.logprob), *own.top] for own in logprobs]
+    return [[(logprob.token_id, logprob.logprob), *logprob.top] for logprob in logprobs]

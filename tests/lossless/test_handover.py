@@ -99,15 +99,15 @@ def by_two(reader: SpecEngine, writer: SpecEngine, **spoilt: Any) -> list[list[C
 
 
 def texts(said: Sequence[Sequence[Completion]]) -> list[list[tuple[Any, ...]]]:
-    return [[(own.token_ids, own.text, own.finish_reason) for own in choices] for choices in said]
+    return [[(choice.token_ids, choice.text, choice.finish_reason) for choice in choices] for choices in said]
 
 
 def drafts(said: Sequence[Sequence[Completion]]) -> list[list[Any]]:
-    return [[own.drafts for own in choices] for choices in said]
+    return [[choice.drafts for choice in choices] for choices in said]
 
 
 def lengths(said: Sequence[Sequence[Completion]]) -> float:
-    return sum(own.stats.acceptance_length for choices in said for own in choices)
+    return sum(choice.stats.acceptance_length for choices in said for choice in choices)
 
 
 @EXHAUSTIVE
@@ -192,7 +192,7 @@ def test_a_partially_cached_prefix_is_not_copied_again(folder: Path) -> None:
         came: list[tuple[int, int]] = []
 
         def note(_: SpecEngine, lent: LentPrefix, writer: SpecEngine, landing: IncomingPrefix) -> None:
-            came.append((landing.have, len(landing.blocks)))
+            came.append((landing.num_cached, len(landing.blocks)))
 
         assert transfer_prefix(reader, writer, long, copied=note)
         assert came == [(48, 5)]

@@ -190,7 +190,7 @@ def test_a_head_continues_as_after_a_full_prefill(
             # NaN in every dtype; the dummy slab stays unchanged.
             engine.model.loop.arena.data[engine.model.settings.layout.slab_bytes :].fill_(0xFF)
             engine.generate([first], SamplingParams(max_tokens=1, **greedy))
-            done = [engine.generate([own], SamplingParams(max_tokens=30, **greedy))[0] for own in texts]
+            done = [engine.generate([text], SamplingParams(max_tokens=30, **greedy))[0] for text in texts]
             accepted[cached] = [own.stats.acceptance_length for own in done]
             assert sum(own.stats.cached_tokens for own in done) > 300 or not cached
     for cold, warm in zip(accepted[False], accepted[True], strict=True):

@@ -141,7 +141,7 @@ def test_evicted_prefixes_return_from_the_host(
         assert stats.prefixes and not stats.prefixes.cached_bytes
         assert not stats.arena.block_bytes and not stats.arena.state_bytes
     for texts in (found, again):
-        assert [own.token_ids for own in texts] == [own.token_ids for own in alone]
+        assert [text.token_ids for text in texts] == [own.token_ids for own in alone]
     assert sum(own.stats.cached_tokens for own in again) > sum(map(len, PROMPTS)) / 2
 
 

@@ -270,7 +270,7 @@ def test_a_wrong_tree_is_noticed(
     }
     with mutants[mistake]():
         noticed = not nodes_read_their_paths(model, "record", seed=1, width=9)
-    assert noticed != (mistake == "wrong tap" and not any(own.conv_inputs for own in model.layout.states))
+    assert noticed != (mistake == "wrong tap" and not any(state.conv_inputs for state in model.layout.states))
     assert nodes_read_their_paths(model, "record", seed=1, width=9)
 
 

@@ -441,7 +441,7 @@ def jamba_fields(config: Config) -> Mapping[str, Any]:
     period, offset = config["attn_layer_period"], config["attn_layer_offset"]
     attends = [i % period == offset for i in range(config["num_hidden_layers"])]
     return {
-        "{}.attention.head_count_kv": [config["num_key_value_heads"] * own for own in attends],
+        "{}.attention.head_count_kv": [config["num_key_value_heads"] * attend for attend in attends],
         "{}.ssm.conv_kernel": config["mamba_d_conv"],
         "{}.ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
         "{}.ssm.state_size": config["mamba_d_state"],

@@ -60,7 +60,7 @@ class GgufContents(NamedTuple):
             for name, own in reader.fields.items()
             if not name.startswith("GGUF.")
         }
-        return GgufContents(fields, {own.name: np.array(own.data) for own in reader.tensors})
+        return GgufContents(fields, {tensor.name: np.array(tensor.data) for tensor in reader.tensors})
 
     def write(self, path: Path) -> None:
         import gguf

@@ -119,7 +119,7 @@ def test_layers_are_where_they_are_published() -> None:
     network = families.network(SHAPES["ling-3-flash"])
     mixers = [layer.mixers[0] for layer in network.layers]
     assert [i for i, own in enumerate(mixers) if isinstance(own, LatentAttention)] == list(range(5, 42, 6))
-    assert all(own.bound == -5 for own in mixers if isinstance(own, KimiDeltaAttention))
+    assert all(mixer.bound == -5 for mixer in mixers if isinstance(mixer, KimiDeltaAttention))
     limits = [
         (getattr(own.ffn, "limit", None), getattr(own.ffn, "shared_limit", None)) for own in network.layers
     ]

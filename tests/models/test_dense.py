@@ -160,10 +160,10 @@ def test_published_configs_have_no_unread_field(config: dict[str, Any]) -> None:
 
 def test_published_configs_are_read() -> None:
     assert mixers(LLAMA)[0].rope == Rope(64, 5e5, scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192))
-    assert {(own.bias, own.out_bias, own.window) for own in mixers(QWEN2)} == {(True, False, None)}
-    assert {own.window for own in mixers(MISTRAL)} == {4096}
-    assert [own.rope is None for own in mixers(SMOLLM3)] == [False, False, False, True] * 9
-    assert {(own.kv_heads, own.head_dim) for own in mixers(QWEN3_MOE)} == {(4, 128)}
+    assert {(mixer.bias, mixer.out_bias, mixer.window) for mixer in mixers(QWEN2)} == {(True, False, None)}
+    assert {mixer.window for mixer in mixers(MISTRAL)} == {4096}
+    assert [mixer.rope is None for mixer in mixers(SMOLLM3)] == [False, False, False, True] * 9
+    assert {(mixer.kv_heads, mixer.head_dim) for mixer in mixers(QWEN3_MOE)} == {(4, 128)}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -299,4 +299,4 @@ def test_mistral_with_layer_types_equals_transformers(kinds: list[str], tmp_path
         found.append(families.network(Checkpoint(tmp_path).config))
         assert relative(Runner(tmp_path, torch.float32).read(tokens, 7), expected_TV) < LOGITS_RELATIVE
     assert found[0] == found[1]
-    assert [mixer.window for mixer in found[0].mixers()] == [5 if own == SLIDING else None for own in kinds]
+    assert [mixer.window for mixer in found[0].mixers()] == [5 if kind == SLIDING else None for kind in kinds]

@@ -461,7 +461,7 @@ def test_integers_of_a_delta_net_are_in_the_order_of_the_checkpoint(
     folder, path = checkpoint(HYBRID, **{**SUITED, **heads}), tmp_path / "small.gguf"
     write_gguf(Checkpoint(folder), path, "Q8_0")
     described = describe_model(path, EngineConfig(memory_bytes=1 << 26), [])
-    assert described["stored_bytes"] == sum(int(own.n_bytes) for own in gguf.GGUFReader(path).tensors)
+    assert described["stored_bytes"] == sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
     options = ThroughputOptions(model=str(path), peers=["transformers"])
     with pytest.raises(ConfigError, match="transformers runs safetensors"):
         throughput.benchmark(options, EngineConfig())

@@ -109,7 +109,7 @@ def test_logits_equal_the_checkpoint(
     folder, head = folders(name), WRITTEN[name].head
     path = write_file(WRITTEN[name], folder, tmp_path / "small.gguf")
     assert differ(read(path, head=head), read(folder, head=head)) < 1e-5
-    assert not [own for own in caplog.messages if "unknown fields" in own]
+    assert not [message for message in caplog.messages if "unknown fields" in message]
     assert not unread_fields(Checkpoint(path).config)
 
 

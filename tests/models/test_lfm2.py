@@ -60,8 +60,8 @@ def test_states_are_windows_and_records_their_next_inputs(family_folder: Callabl
     assert told["state_bytes"] == 2 * 2 * 32 * 4 and told["record_bytes"] == 2 * 32 * 4
     assert told["record_share"] == 0
     published = families.network(SHAPES["lfm2-8b-a1b"])
-    windows = [own.state_shape() for own in published.mixers() if isinstance(own, ShortConv)]
-    assert sum(own.conv_inputs * own.channels * 2 for own in windows if own) == 144 * 1024
+    windows = [mixer.state_shape() for mixer in published.mixers() if isinstance(mixer, ShortConv)]
+    assert sum(window.conv_inputs * window.channels * 2 for window in windows if window) == 144 * 1024
 
 
 def test_the_text_part_of_a_vision_model_is_loaded(tmp_path: Path) -> None:

@@ -272,7 +272,9 @@ def test_stored_and_resident_bytes_are_reported(
         for folder, kernels in ((narrow, "native"), (narrow, "cpu"), (wide, "native"))
     )
     packed = {
-        own.rpartition(".")[0] for own in read_tensors(narrow) if own.endswith(("scales", "weight_scale"))
+        tensor.rpartition(".")[0]
+        for tensor in read_tensors(narrow)
+        if tensor.endswith(("scales", "weight_scale"))
     }
     held = sum(
         value.nbytes for name, value in read_tensors(narrow).items() if name.rpartition(".")[0] in packed
@@ -523,7 +525,7 @@ def test_expressions_that_may_take_long_are_refused(expression: str) -> None:
 )
 def test_usual_expressions_are_read(expression: str, left_out: bool) -> None:
     fields = Fields({"bits": 4, "group_size": 32, "dynamic": {f"-:{expression}": {}}})
-    numbers = gptq.read_format(fields).numbers_of("model.layers.0.mlp.gate_proj")
+    numbers = gptq.read_format(fields).scheme_of("model.layers.0.mlp.gate_proj")
     assert (numbers is None) == left_out
 
 

@@ -75,7 +75,7 @@ def test_a_pass_that_cannot_be_taped_still_computes_during_recording(why: str, m
 
 def told(done: Completion) -> list[float]:
     assert done.logprobs is not None
-    return [own.logprob for own in done.logprobs]
+    return [logprob.logprob for logprob in done.logprobs]
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:

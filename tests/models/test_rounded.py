@@ -142,5 +142,5 @@ def packed(network: Network) -> list[Any]:
     from specdec.models.linear import Linear
 
     layers = [layer for block in network.blocks for layer in (*block.mixers, block.ffn) if layer]
-    products = [own for layer in layers for own in vars(layer).values() if isinstance(own, Linear)]
+    products = [var for layer in layers for var in vars(layer).values() if isinstance(var, Linear)]
     return [part for product in (*products, network.head) for part in product.packed.parts]

@@ -63,7 +63,7 @@ def test_one_prefix_does_not_drown_one_replica() -> None:
         own = chosen(loads, LONG)
         own.in_flight += 1
         own.known.note(LONG)
-    counts = [own.in_flight for own in loads]
+    counts = [load.in_flight for load in loads]
     assert max(counts) <= 13 and min(counts) >= 1  # 1.25 x the mean of 10, rounded up
     loads = loads_of(4)
     loads[2].known.note(LONG)
@@ -81,8 +81,8 @@ def test_one_prefix_does_not_drown_one_replica() -> None:
 def test_of_equally_fast_ones_the_emptiest_is_asked() -> None:
     loads = loads_of(3)
     for emptiest in loads:
-        for own in loads:
-            own.arena = 0.3 if own is emptiest else 0.5
+        for load in loads:
+            load.arena = 0.3 if load is emptiest else 0.5
         assert chosen(loads, prompt_of("short")) is emptiest
 
 

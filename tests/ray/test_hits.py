@@ -72,12 +72,14 @@ def hit_rate(asked: Sequence[Asked], count: int, slabs: int) -> float:
 
     def stream() -> Iterator[float]:
         for prompt, ids in todo:
-            choice = choose([own.load for own in replicas], prompt, 1.25)
+            choice = choose([replica.load for replica in replicas], prompt, 1.25)
             assert choice
-            yield from next(own for own in replicas if own.load is choice.replica).serve(prompt, ids)
+            yield from next(replica for replica in replicas if replica.load is choice.replica).serve(
+                prompt, ids
+            )
 
     clock.run([stream() for _ in range(STREAMS)])
-    return sum(own.hit for own in replicas) / sum(len(ids) for _, ids in asked)
+    return sum(replica.hit for replica in replicas) / sum(len(ids) for _, ids in asked)
 
 
 def tenants() -> list[Asked]:

@@ -43,7 +43,7 @@ def figure(url: str, name: str) -> float:
     with urllib.request.urlopen(request, timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return total(
-        {own.rpartition(" ")[0]: float(own.rpartition(" ")[2]) for own in lines if own[0] != "#"}, name
+        {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}, name
     )
 
 
@@ -172,7 +172,7 @@ def test_a_replica_that_is_killed_loses_only_its_own_streams_and_comes_back(
 
     with ThreadPoolExecutor(4) as pool:
         ends = [*pool.map(read, streams)]
-    lost = [own for own in ends if own != "length"]
+    lost = [end for end in ends if end != "length"]
     assert len(lost) == counts[0], "no other stream ends"
     # An event, as a connection that is closed would be another error.
     assert {*lost} == {"APIError: The replica was lost during its answer."}

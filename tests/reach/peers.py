@@ -130,7 +130,7 @@ class Lender:
     async def listening(self, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator["Lender"]:
         kept = CachedPrefixLog(self.now, epoch=self.engine, clock=self.clock)
         app = channel_app(
-            self.book, self.secret, agents=self.agents, kept=kept, clock=lambda: self.wall_clock()
+            self.book, self.secret, agents=self.agents, prefix_log=kept, clock=lambda: self.wall_clock()
         )
         self.channel = await Channel(self.book, app).start(host, port)
         self.port = self.channel.port
@@ -165,7 +165,7 @@ class Lender:
             return response.status, readable(signed, response.status, data, encrypted=headers is None)
 
     def ask(self, prompt: PrefixIdentity = PROMPT, **other: Any) -> dict[str, Any]:
-        own = {"engine": self.engine, "hash": prompt.hash, "length": prompt.length, "have": 0}
+        own = {"engine": self.engine, "hash": prompt.hash, "length": prompt.length, "num_cached": 0}
         return own | {"reader": "a" * 32} | other
 
 

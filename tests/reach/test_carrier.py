@@ -40,7 +40,7 @@ class Pair:
 def lost(read: KVRead, why: str) -> None:
     with pytest.raises(ReadLost, match=why):
         read.done.result(LONG_S)
-    read.over.result(LONG_S)
+    read.released.result(LONG_S)
 
 
 def test_a_read_brings_its_blocks_and_its_state_and_nothing_else(make: Make) -> None:
@@ -49,7 +49,7 @@ def test_a_read_brings_its_blocks_and_its_state_and_nothing_else(make: Make) -> 
     here, there = [5, 41, 7, 6], [9, 8, 90, 10]
     read = pair.read(here, there, states=(12, 3))
     assert read.done.result(LONG_S) > 0
-    read.over.result(LONG_S)
+    read.released.result(LONG_S)
     expected = arena()
     for to, source in zip(here, there, strict=True):
         expected.block_bytes_X(to).copy_(pair.there.block_bytes_X(source))
@@ -212,9 +212,9 @@ def test_a_recreated_peer_is_attached_again(make: Make) -> None:
 def test_a_read_that_is_done_cannot_be_given_up(make: Make) -> None:
     pair = Pair(make)
     read = pair.read([5], [9])
-    read.over.result(LONG_S)
+    read.released.result(LONG_S)
     pair.reader.give_up(read)
-    pair.read([6], [9]).over.result(LONG_S)
+    pair.read([6], [9]).released.result(LONG_S)
     assert read.done.exception() is None
     assert pair.reader.figures.lost == 0
 
@@ -223,8 +223,8 @@ def test_waiting_tasks_cannot_cancel_the_futures(make: Make) -> None:
     """An event loop cancels the future that a cancelled task awaits; the thread still has to complete it."""
     pair = Pair(make)
     read = pair.read([5], [9])
-    assert not read.done.cancel() and not read.over.cancel()
-    read.over.result(LONG_S)
+    assert not read.done.cancel() and not read.released.cancel()
+    read.released.result(LONG_S)
 
 
 def test_closed(make: Make) -> None:
@@ -244,4 +244,4 @@ def test_close_while_reads_begin(make: Make) -> None:
     pair.reader.close()
     for read in reads:
         assert read.done.done()
-        read.over.result(0)
+        read.released.result(0)

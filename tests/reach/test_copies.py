@@ -67,12 +67,12 @@ def test_a_stalled_read_fails_at_its_deadline_and_may_write_until_it_ends(pair: 
     read = pair.stalled([7], [9], deadline_s=0.05)
     with pytest.raises(ReadLost, match="longer than"):
         read.done.result(LONG_S)
-    assert not read.over.done()
+    assert not read.released.done()
     assert pair.is_untouched(7)
     figures = pair.reader.figures
     assert (figures.quarantined, figures.quarantined_bytes) == (1, num_bytes(pair.here, 1))
     pair.peer.go_on()
-    read.over.result(LONG_S)
+    read.released.result(LONG_S)
     assert pair.landed(7, 9)  # the late write: the slot had to be reserved until then
     assert pair.reader.figures.quarantined == 0
     assert pair.reader.figures.lost == 1
@@ -83,9 +83,9 @@ def test_a_read_given_up_is_lost_at_once_and_over_later(pair: Pair) -> None:
     pair.reader.give_up(read)
     with pytest.raises(ReadLost, match="abandoned"):
         read.done.result(LONG_S)
-    assert not read.over.done()
+    assert not read.released.done()
     pair.peer.go_on()
-    read.over.result(LONG_S)
+    read.released.result(LONG_S)
 
 
 def test_a_peer_that_dies_ends_its_reads_and_no_others(pair: Pair) -> None:
@@ -100,7 +100,7 @@ def test_a_peer_that_dies_ends_its_reads_and_no_others(pair: Pair) -> None:
     for read in lost:
         with pytest.raises(ReadLost):
             read.done.result(LONG_S)
-        read.over.result(LONG_S)
+        read.released.result(LONG_S)
     assert pair.is_untouched(7)
     other.go_on()
     kept.done.result(LONG_S)
@@ -118,7 +118,7 @@ def test_a_read_in_quarantine_of_a_peer_that_dies_is_over(pair: Pair) -> None:
     with pytest.raises(ReadLost):
         read.done.result(LONG_S)
     pair.peer.die()
-    read.over.result(LONG_S)
+    read.released.result(LONG_S)
     assert pair.is_untouched(7)
 
 
@@ -138,10 +138,10 @@ def test_a_long_quarantine_recreates_the_agent_and_no_late_byte_arrives(quaranti
     until(lambda: other.asked == 1)
     given_up = pair.stalled([7], [9])
     pair.reader.give_up(given_up)
-    given_up.over.result(LONG_S)
+    given_up.released.result(LONG_S)
     with pytest.raises(ReadLost, match="recreated"):
         bystander.done.result(LONG_S)
-    bystander.over.result(LONG_S)
+    bystander.released.result(LONG_S)
     pair.peer.go_on()
     other.go_on()
     pair.read([11], [12]).done.result(LONG_S)  # its peers were attached again
@@ -161,9 +161,9 @@ def test_detached_with_reads_under_way(pair: Pair) -> None:
     pair.reader.detach("P")
     with pytest.raises(ReadLost, match="detached"):
         read.done.result(LONG_S)
-    assert not read.over.done()
+    assert not read.released.done()
     pair.peer.go_on()
-    read.over.result(LONG_S)
+    read.released.result(LONG_S)
 
 
 def test_a_peer_is_reattached_with_reads_in_flight(pair: Pair) -> None:
@@ -172,10 +172,10 @@ def test_a_peer_is_reattached_with_reads_in_flight(pair: Pair) -> None:
     pair.reader.attach("P", again.metadata, WholeSlots.between(pair.here, pair.there.data.data_ptr()))
     with pytest.raises(ReadLost, match="attached again"):
         read.done.result(LONG_S)
-    assert not read.over.done()
+    assert not read.released.done()
     pair.read([11], [12]).done.result(LONG_S)
     pair.peer.die()
-    read.over.result(LONG_S)  # the end of the old link does not affect the new one
+    read.released.result(LONG_S)  # the end of the old link does not affect the new one
     pair.read([13], [12]).done.result(LONG_S)
     again.close()
 
@@ -188,7 +188,7 @@ def test_close_ends_reads_under_way(pair: Pair) -> None:
     for read in reads:
         with pytest.raises(ReadLost):
             read.done.result(0)
-        read.over.result(0)
+        read.released.result(0)
     pair.peer.go_on()
     assert all(pair.is_untouched(n) for n in range(5, 9))
 
@@ -226,8 +226,8 @@ def test_an_agent_that_cannot_be_recreated_ends_the_carrier_and_releases_memory(
     with monkeypatch.context() as patched:
         patched.setattr(CopyingWire, "__init__", fail)
         pair.reader.give_up(given_up)
-        given_up.over.result(LONG_S)
-        bystander.over.result(LONG_S)
+        given_up.released.result(LONG_S)
+        bystander.released.result(LONG_S)
     pair.peer.go_on()
     with pytest.raises(ReadLost, match="no network any more"):
         pair.read([8], [9]).done.result(LONG_S)
@@ -295,10 +295,10 @@ def test_a_thread_that_is_stuck_holds_no_caller_up(monkeypatch: pytest.MonkeyPat
     for read in (posted, waiting):
         with pytest.raises(ReadLost, match="closed"):
             read.done.result(0)
-        assert not read.over.done()  # it may still write
+        assert not read.released.done()  # it may still write
     goes_on.set()
     for read in (posted, waiting):
-        read.over.result(LONG_S)
+        read.released.result(LONG_S)
     peer.close()
 
 
@@ -315,8 +315,8 @@ def test_an_uncertain_transfer_keeps_its_memory_until_the_agent_is_deleted(
         read = pair.read([7], [9])
         with pytest.raises(ReadLost, match="said no"):
             read.done.result(LONG_S)
-    assert pair.reader.figures.agents == 0 and not read.over.done()
-    read.over.result(LONG_S)
+    assert pair.reader.figures.agents == 0 and not read.released.done()
+    read.released.result(LONG_S)
     assert pair.reader.figures.agents == 1
     pair.read([7], [9]).done.result(LONG_S)
     pair.close()
@@ -335,12 +335,12 @@ def test_an_agent_that_cannot_be_deleted_gives_no_memory_back(
         patched.setattr(CopyingWire, "close", fail)
         pair.reader.give_up(read)
         pair.reader._thread.join(LONG_S)
-    assert read.done.exception(0) and not read.over.done()
+    assert read.done.exception(0) and not read.released.done()
     assert "was not released" in caplog.text
     after = pair.read([8], [9])
     with pytest.raises(ReadLost, match="it is held"):
         after.done.result(0)
-    after.over.result(0)
+    after.released.result(0)
     with pytest.raises(ReadLost, match="it is held"):
         pair.attach()
     pair.close()

@@ -33,7 +33,7 @@ def test_a_copy_is_the_same_and_one_changed_tensor_is_not(tmp_path: Path) -> Non
     path = same / "model.safetensors"
     data = bytearray(path.read_bytes())
     size = int.from_bytes(data[:8], "little")
-    last = max(own["data_offsets"][0] for own in json.loads(data[8 : 8 + size]).values() if "dtype" in own)
+    last = max(load["data_offsets"][0] for load in json.loads(data[8 : 8 + size]).values() if "dtype" in load)
     data[8 + size + last + 3] ^= 1
     path.write_bytes(data)
     assert digest_checkpoint(same) != digest_checkpoint(TINY)

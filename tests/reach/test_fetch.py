@@ -178,7 +178,7 @@ def test_rooms_that_never_appear_delay_no_leases(folder: Path, monkeypatch: pyte
     async def test() -> None:
         async with pair(folder) as (reader, writer):
             rooms = [RoomReference(HOST, reader.channel.port, number) for number in range(4)]
-            waiting = [asyncio.create_task(writer.fetcher.fetch(prompt(8), SOLE, own)) for own in rooms[:3]]
+            waiting = [asyncio.create_task(writer.fetcher.fetch(prompt(8), SOLE, room)) for room in rooms[:3]]
             await until(lambda: reader.book.figures.rooms_waiting == 3)
             ids = prompt(9)
             assert (await writer.fetcher.fetch(ids, SOLE, await reader.lend(ids))).outcome == "fetched"
@@ -198,7 +198,7 @@ def test_prompts_that_are_declined_do_not_add_up(folder: Path, monkeypatch: pyte
     async def test() -> None:
         async with pair(folder) as (reader, writer):
             rooms = [RoomReference(HOST, reader.channel.port, number) for number in range(5)]
-            declining = [asyncio.create_task(writer.fetcher.decline(prompt(8), SOLE, own)) for own in rooms]
+            declining = [asyncio.create_task(writer.fetcher.decline(prompt(8), SOLE, room)) for room in rooms]
             await asyncio.wait(declining[2:])
             assert not any(task.done() for task in declining[:2])
             for task in declining:

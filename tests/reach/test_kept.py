@@ -19,7 +19,7 @@ from specdec.reach.prefix_log import (
     CachedPrefixHashes,
     CachedPrefixLog,
     PrefixLogChanges,
-    hash_beginnings,
+    hash_prefixes,
 )
 from specdec.reach.protocol import ReachError
 from tests.reach.peers import Clock
@@ -53,13 +53,13 @@ def plain_hash(ids: list[int]) -> int:
 
 def test_every_beginning_has_its_hash_at_once() -> None:
     ids = np.random.default_rng(0).integers(0, 150_000, 257).tolist()
-    hashes = hash_beginnings(ids)
+    hashes = hash_prefixes(ids)
     assert hashes.dtype == np.uint64
     assert [int(own) for own in hashes[[0, 1, 63, 256]]] == [plain_hash(ids[:n]) for n in (1, 2, 64, 257)]
-    assert np.array_equal(hash_beginnings(ids[:64]), hashes[:64])
-    assert len(hash_beginnings([])) == 0
+    assert np.array_equal(hash_prefixes(ids[:64]), hashes[:64])
+    assert len(hash_prefixes([])) == 0
     assert (
-        len({int(own) for own in [*hashes, *hash_beginnings(ids[::-1])[:-1], *hash_beginnings(ids, "s")]})
+        len({int(own) for own in [*hashes, *hash_prefixes(ids[::-1])[:-1], *hash_prefixes(ids, "s")]})
         == 3 * 257 - 1
     )
 
@@ -174,7 +174,7 @@ def test_an_engine_lists_the_prefixes_a_request_can_continue() -> None:
             assert kept == asyncio.run(CachedPrefixHashes(engine.transfers).now()), "as if hashed anew"
         cache = engine.transfers.look(lambda cache: cache).result()
         for turn, salt in zip([*prompts, *turns], 2 * ([""] * 5 + ["salt"]), strict=True):
-            known = [n for n, own in enumerate(hash_beginnings(turn, salt), 1) if (int(own), n) in kept]
+            known = [n for n, own in enumerate(hash_prefixes(turn, salt), 1) if (int(own), n) in kept]
             assert max(known, default=0) == cache.longest(Tenant(salt=salt), turn)
         assert cache.longest(Tenant(), turns[4]) > cache.longest(Tenant(), prompts[4]) == 130
         engine.flush()

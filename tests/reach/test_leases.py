@@ -95,7 +95,7 @@ def test_another_prompt_or_reader_is_refused_without_effect() -> None:
         ):
             assert await refused(lender.book.open(lease.id, ask(lender, **other))) == "other_prompt"
         assert lease.reader is None
-        assert await refused(lender.book.open(lease.id, ask(lender, have=11))) == "malformed"
+        assert await refused(lender.book.open(lease.id, ask(lender, num_cached=11))) == "malformed"
         await lender.book.open(lease.id, ask(lender))
         assert await refused(lender.book.open(lease.id, ask(lender, reader="b" * 32))) == "held"
         assert closing(lender, lease, reader="b" * 32) == "held"
@@ -150,7 +150,7 @@ def test_memory_that_moved_while_its_prompt_was_read_ends_the_lease() -> None:
         loan.read(8)
         assert (await lender.book.open(lease.id, ask(lender))).blocks == [100, 101]
         loan.read(10, first=200)
-        assert await refused(lender.book.open(lease.id, ask(lender, have=8))) == "lease_over"
+        assert await refused(lender.book.open(lease.id, ask(lender, num_cached=8))) == "lease_over"
         assert loan.given_back == 1
 
     run(test())
@@ -202,7 +202,7 @@ def test_a_client_that_leaves_before_the_end_ends_the_lease() -> None:
         await asyncio.sleep(0.01)
         client.cancel()
         await asyncio.wait([client])
-        assert loan.given_back == 1 and lease.over == "prefill_failed"
+        assert loan.given_back == 1 and lease.released == "prefill_failed"
         loan.read(10)  # the engine was already computing it
         await asyncio.sleep(0.01)
         lender.book.cancel(lease)
@@ -287,7 +287,7 @@ def test_the_device_is_waited_for_after_the_engine() -> None:
         loan.lent.ready = 4
         first = await lender.book.open(lease.id, ask(lender))
         assert (first.ready, first.blocks, first.state) == (4, [100], None)
-        opening = asyncio.create_task(lender.book.open(lease.id, ask(lender, have=4)))
+        opening = asyncio.create_task(lender.book.open(lease.id, ask(lender, num_cached=4)))
         await asyncio.sleep(0.02)
         assert not opening.done()
         loan.lent.ready = 10

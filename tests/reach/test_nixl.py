@@ -101,12 +101,12 @@ def test_a_peer_killed_during_a_read(make: Make, start: Start) -> None:
     under_way = [read(reader, here, ALL), read(reader, here, ALL)]
     given_up = read(reader, here, ALL, limit_s=0.3)
     lost(given_up, "longer than")
-    assert not given_up.over.done()
+    assert not given_up.released.done()
     peer.kill()
     for it in under_way:
         lost(it, "NIXL_ERR_REMOTE_DISCONNECT")
     for it in (*under_way, given_up):
-        it.over.result(LONG_S)
+        it.released.result(LONG_S)
     assert reader.figures.agents == 0 and reader.figures.quarantined == 0
     here.data.zero_()  # it may be reused now
     lost(read(reader, here, ALL), "not attached")
@@ -127,7 +127,7 @@ def test_a_peer_killed_before_a_read(make: Make, start: Start) -> None:
     peer.kill()
     it = read(reader, here, [6])
     lost(it, "NIXL_ERR_REMOTE_DISCONNECT")
-    it.over.result(LONG_S)
+    it.released.result(LONG_S)
 
 
 @sockets
@@ -140,10 +140,10 @@ def test_a_read_from_a_stopped_peer_ends_only_after_its_last_byte(make: Make, st
     it = read(reader, here, ALL, limit_s=0.2)
     lost(it, "longer than 0.2 s")
     late = here.block_bytes_X(ALL[0])
-    assert not it.over.done() and not late.any()
+    assert not it.released.done() and not late.any()
     assert reader.figures.quarantined_bytes == num_bytes(here, len(ALL))
     peer.go_on()
-    it.over.result(LONG_S)
+    it.released.result(LONG_S)
     assert torch.equal(late, arena(seed=SEED, slabs=SLABS).block_bytes_X(ALL[0]))  # written nevertheless
     assert reader.figures.quarantined == 0
 
@@ -159,9 +159,9 @@ def test_a_peer_detached_during_a_read_is_disconnected_after_it(make: Make, star
     time.sleep(0.1)
     reader.detach("P")
     lost(it, "detached")
-    assert not it.over.done()
+    assert not it.released.done()
     peer.go_on()
-    it.over.result(LONG_S)
+    it.released.result(LONG_S)
     attach(reader, here, peer)
     read(reader, here, ALL).done.result(LONG_S)
     assert landed(here)
@@ -179,7 +179,7 @@ def test_no_late_byte_arrives_after_the_agent_is_recreated(make: Make, start: St
     peer.stop()
     it = read(reader, here, ALL, limit_s=0.2)
     lost(it, "longer than 0.2 s")
-    it.over.result(LONG_S)
+    it.released.result(LONG_S)
     assert reader.figures.agents == 1
     here.data.fill_(7)  # another owner's bytes
     peer.go_on()
@@ -201,7 +201,7 @@ def test_close_during_a_read_from_a_stopped_peer(make: Make, start: Start) -> No
     time.sleep(0.1)
     reader.close()
     lost(it, "closed")
-    it.over.result(0)
+    it.released.result(0)
     here.data.fill_(7)
     peer.go_on()
     time.sleep(0.5)
@@ -218,7 +218,7 @@ def test_a_peer_that_is_stopped_when_it_is_attached(make: Make, start: Start) ->
     it = read(reader, here, ALL, limit_s=0.2)
     lost(it, "longer than")
     peer.go_on()
-    it.over.result(LONG_S)
+    it.released.result(LONG_S)
 
 
 @sockets
@@ -234,11 +234,11 @@ def test_a_recreated_agent_is_reached_by_its_new_metadata(make: Make, start: Sta
     read(reader, third, [5], name="M").done.result(LONG_S)
     peer.stop()
     old = middle.metadata
-    read(middle, here, ALL, limit_s=0.1).over.result(LONG_S)
+    read(middle, here, ALL, limit_s=0.1).released.result(LONG_S)
     assert middle.metadata != old
     gone = read(reader, third, ALL, name="M")
     lost(gone, "NIXL_ERR")
-    gone.over.result(LONG_S)
+    gone.released.result(LONG_S)
     reader.attach("M", middle.metadata, WholeSlots.between(third, here.data.data_ptr()))
     read(reader, third, ALL, name="M").done.result(LONG_S)
     assert torch.equal(third.data[third.layout.slab_bytes :], here.data[here.layout.slab_bytes :])

@@ -164,7 +164,9 @@ def test_clocks_that_differ_are_named_on_both_sides(ahead_s: int, caplog: pytest
                 await peers.connect(lender.room(5), PROMPT)
             assert caught.value.reason == "clock_skew" and "NTP" in str(caught.value)
             assert lender.book.figures.refused == {"clock_skew": 1}
-            assert any("clocks" in own.message for own in caplog.records if own.levelname == "WARNING")
+            assert any(
+                "clocks" in record.message for record in caplog.records if record.levelname == "WARNING"
+            )
 
     run(test())
 
@@ -294,6 +296,6 @@ def test_a_captured_close_ends_no_lease_a_second_time_nor_with_another_body() ->
                 top, _, data = answer.partition(b"\r\n\r\n")
                 assert top.startswith(b"HTTP/1.1 401")
                 assert readable(request, 401, data)["error"]["code"] == reason
-            assert not lease.over
+            assert not lease.released
 
     run(test())

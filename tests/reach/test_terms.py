@@ -27,7 +27,7 @@ from specdec.reach.protocol import (
 )
 from tests.reach.peers import IDS, PROMPT, SECRET
 
-GOOD = {"engine": "0" * 32, "hash": "f" * 64, "length": 5, "have": 0, "reader": "a" * 32}
+GOOD = {"engine": "0" * 32, "hash": "f" * 64, "length": 5, "num_cached": 0, "reader": "a" * 32}
 
 
 @pytest.mark.parametrize("text", ["", "short", "x" * 15, "x" * 20 + " y", "x" * 20 + "\n", "ä" * 20])
@@ -77,7 +77,7 @@ def test_hashes_differ_by_tokens_order_salt_and_length() -> None:
         PrefixIdentity.of(IDS, "b"),
         PrefixIdentity.of([]),
     ]
-    assert len({own.hash for own in prompts}) == len(prompts)
+    assert len({prompt.hash for prompt in prompts}) == len(prompts)
     assert PrefixIdentity.of(torch.tensor(IDS).tolist()) == PROMPT
 
 
@@ -93,7 +93,7 @@ def test_hashes_differ_by_tokens_order_salt_and_length() -> None:
         ({"length": 5.0}, "length"),
         ({"length": True}, "length"),
         ({"length": 1 << 70}, "length"),
-        ({"have": -1}, "have"),
+        ({"num_cached": -1}, "num_cached"),
         ({"reader": "ａ" * 32}, "reader"),
         ({"reader": ["a" * 32]}, "reader"),
         ({"engine": ""}, "engine"),

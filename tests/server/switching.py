@@ -164,7 +164,7 @@ def _burst(live: Live, asker: Asker, names: Sequence[str], each: int, memory_byt
     }
     found = {
         "burst": len(asked),
-        "whole": sum(own.reason == "length" and len(own.tokens) == tokens for own in answers),
+        "whole": sum(answer.reason == "length" and len(answer.tokens) == tokens for answer in answers),
         "same_as_alone": sum(own.tokens == other.tokens for own, other in zip(answers, alone, strict=True)),
         "seconds": round(took_s, 1),
         "switches": grown["specdec:model_switches"],

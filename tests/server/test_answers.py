@@ -127,7 +127,7 @@ def test_log_probabilities_in_both_forms(live: Live, engine: SpecEngine) -> None
     columns = own["logprobs"]
     assert "".join(columns["tokens"]) == own["text"] == wanted.text
     assert columns["token_logprobs"] == pytest.approx(
-        [each.logprob for each in wanted.logprobs], rel=LOGITS_RELATIVE
+        [logprob.logprob for logprob in wanted.logprobs], rel=LOGITS_RELATIVE
     )
     starts = [len("".join(columns["tokens"][:i])) for i in range(12)]
     assert columns["text_offset"] == starts

@@ -363,7 +363,7 @@ def test_an_echo_has_one_number_of_alternatives() -> None:
         ({"temperature": "hot"}, "temperature: give a number."),
         ({"temperature": "inf"}, "temperature: give a finite number."),
         ({"stream": "perhaps"}, "stream: give true or false."),
-        ({"model": 7}, "model: give a text."),
+        ({"model": 7}, "model: give a string."),
         ({"stop_token_ids": 7}, "stop_token_ids: give a list."),
         ({"logit_bias": [7]}, "logit_bias: give an object."),
         ({"logit_bias": {"a": 1}}, "logit_bias.a: give an integer."),
@@ -375,7 +375,7 @@ def test_an_echo_has_one_number_of_alternatives() -> None:
         ({"structured_outputs": {"a": 1}}, "structured_outputs.a: it is not a known field; leave it out."),
         (
             {"keep_alive": [1]},
-            "keep_alive: give seconds, or a text such as 30s, 5m or 2h; -1 keeps the model loaded.",
+            "keep_alive: give seconds, or a string such as 30s, 5m or 2h; -1 keeps the model loaded.",
         ),
         ({"top_logprobs": 21}, "top_logprobs: give a number of at most 20."),
         ({"thinking_budget": -1}, "thinking_budget: give a number of at least 0."),
@@ -391,7 +391,7 @@ def test_validation_errors_are_plain_sentences(fields: dict[str, Any], says: str
 
 @pytest.mark.parametrize("prompt", [5, [1, "a"], [["a"]], [1.5], ["a", [1]], {"a": 1}])
 def test_an_invalid_prompt_is_answered_with_the_valid_kinds(prompt: object) -> None:
-    with pytest.raises(Failure, match="prompt: give a text, token ids, or") as caught:
+    with pytest.raises(Failure, match="prompt: give a string, token ids, or") as caught:
         CompletionBody.read(json.dumps({"prompt": prompt}).encode())
     assert caught.value.param == "prompt"
 

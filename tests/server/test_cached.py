@@ -106,7 +106,7 @@ def test_marks_are_described(live: Live) -> None:
 def test_an_invalid_salt_is_explained(live: Live, salt: object, says: str) -> None:
     answer = live.ask(COMPLETE, {"prompt": "x", "cache_salt": salt})
     assert (answer.status, answer.error["param"]) == (400, "cache_salt")
-    assert says in answer.error["message"] and "give a text of 1 to 256 characters" in answer.error["message"]
+    assert says in answer.error["message"] and "give a string of 1 to 256" in answer.error["message"]
 
 
 @pytest.mark.parametrize("is_marked", [False, True])

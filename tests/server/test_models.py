@@ -140,7 +140,7 @@ def watched(switcher: Switcher, most: int) -> list[int]:
     held: list[int] = []
 
     def observe(_: StepReport) -> None:
-        engines = [own.engine for own in switcher.residents if own.engine]
+        engines = [resident.engine for resident in switcher.residents if resident.engine]
         held.append(sum(engine.model.loop.arena.held > 0 for engine in engines))
 
     for own in switcher.residents:
@@ -154,15 +154,15 @@ def watched(switcher: Switcher, most: int) -> list[int]:
 def test_a_burst_over_three_loses_nothing(folders: list[str], plain: list[list[int]], arenas: int) -> None:
     """Turns are so short that answers are preempted in the middle, several times."""
     with opened(folders, switch_after=0.01, arenas=arenas) as switcher:
-        assert [own.status for own in switcher.residents].count(ModelStatus.WARM) == arenas
-        engines = [own.engine for own in switcher.residents]
+        assert [resident.status for resident in switcher.residents].count(ModelStatus.WARM) == arenas
+        engines = [resident.engine for resident in switcher.residents]
         size = ARENA // arenas
         assert all(engine and engine.model.settings.memory_bytes == size for engine in engines)
         held = watched(switcher, arenas)
         answers: list[tuple[list[int], int]] = []
 
         async def burst() -> None:
-            asked = [ask(own, prompt, LONG) for prompt in PROMPTS for own in switcher.residents]
+            asked = [ask(resident, prompt, LONG) for prompt in PROMPTS for resident in switcher.residents]
             answers.extend(await asyncio.gather(*asked))
 
         run(switcher, burst)
@@ -305,16 +305,16 @@ def test_weights_that_do_not_all_fit_are_unloaded_when_their_requests_have_ended
     weight_bytes = open_models(folders, CONFIG, ServerConfig()).residents[0].weight_bytes
     assert weight_bytes > 1 << 20
     with opened(folders, switch_after=0.01, weights_bytes=2 * weight_bytes + 1) as switcher:
-        statuses = [own.status for own in switcher.residents]
+        statuses = [resident.status for resident in switcher.residents]
         assert statuses == [ModelStatus.WARM, ModelStatus.RESTING, ModelStatus.UNLOADED]
         most = 0
 
         async def burst() -> None:
             nonlocal most
-            asked = [ask(own, prompt, LONG) for prompt in PROMPTS for own in switcher.residents]
+            asked = [ask(resident, prompt, LONG) for prompt in PROMPTS for resident in switcher.residents]
             answers = asyncio.gather(*asked)
             while not answers.done():
-                most = max(most, sum(own.engine is not None for own in switcher.residents))
+                most = max(most, sum(resident.engine is not None for resident in switcher.residents))
                 await asyncio.sleep(0.002)
             assert [tokens for tokens, _ in await answers] == [text for text in plain for _ in NAMES]
 
@@ -340,7 +340,7 @@ def test_requests_that_leave_while_models_switch_hold_nothing_up(
                 left += 1
 
         async def burst() -> None:
-            pairs = [(own, prompt) for prompt in PROMPTS[:2] for own in switcher.residents]
+            pairs = [(resident, prompt) for prompt in PROMPTS[:2] for resident in switcher.residents]
             leave = asyncio.gather(*(leaving(*pair) for pair in pairs * 2))
             answers = await asyncio.gather(*(ask(*pair, brief) for pair in pairs))
             assert [tokens for tokens, _ in answers] == [text[:24] for text in plain[:2] for _ in NAMES]
@@ -404,15 +404,17 @@ def test_models_are_loaded_one_at_a_time_and_freed_in_threads(
             return collect()
 
         async def turns() -> None:
-            engines = [weakref.ref(own.engine) for own in switcher.residents if own.engine]
+            engines = [weakref.ref(resident.engine) for resident in switcher.residents if resident.engine]
             monkeypatch.setattr(Resident, "build", build)
             monkeypatch.setattr(gc, "collect", noted)
             monkeypatch.setattr(gc, "unfreeze", None)
-            await asyncio.gather(*(ask(own, keep=0.0) for own in switcher.residents))
-            await until(lambda: all(own.status is ModelStatus.UNLOADED for own in switcher.residents))
-            await until(lambda: not any(own.holds_weights for own in switcher.residents))
+            await asyncio.gather(*(ask(resident, keep=0.0) for resident in switcher.residents))
+            await until(
+                lambda: all(resident.status is ModelStatus.UNLOADED for resident in switcher.residents)
+            )
+            await until(lambda: not any(resident.holds_weights for resident in switcher.residents))
             assert len(engines) == len(NAMES) and not any(engine() for engine in engines)
-            texts = await asyncio.gather(*(ask(own) for own in switcher.residents))
+            texts = await asyncio.gather(*(ask(resident) for resident in switcher.residents))
             assert [len(tokens) for tokens, _ in texts] == [SHORT.max_tokens] * 3
 
         run(switcher, turns)
@@ -446,7 +448,7 @@ def test_one_that_cannot_be_loaded_takes_no_other_down(
         run(switcher, turns)
     (broken / "config.json").write_text("{}")
     with opened([str(broken), *folders[:1]]) as switcher:
-        assert [own.status for own in switcher.residents] == [ModelStatus.FAILED, ModelStatus.WARM]
+        assert [resident.status for resident in switcher.residents] == [ModelStatus.FAILED, ModelStatus.WARM]
     with pytest.raises(CheckpointError), opened([str(broken)]):
         pass
     with pytest.raises(CapacityError, match="weights_bytes"), opened(folders[:1], weights_bytes=1 << 20):
@@ -632,7 +634,9 @@ def test_names_and_shares(folders: list[str], monkeypatch: pytest.MonkeyPatch) -
     assert fields(a, b, arenas=1) == "arenas" and fields(a, b, keep_alive=1) == "keep_alive"
     assert fields(a, b, weights_bytes=1 << 30) == "weights_bytes"
     split = open_models(folders, CONFIG, ServerConfig())
-    assert split.arenas == 3 and {own.config.memory_bytes for own in split.residents} == {ARENA // 3}
+    assert split.arenas == 3 and {resident.config.memory_bytes for resident in split.residents} == {
+        ARENA // 3
+    }
 
 
 @pytest.fixture(scope="module")
@@ -724,8 +728,8 @@ def test_over_http_a_slow_reader_holds_no_weights_and_reads_its_whole_text(live:
             said = list(iter(lines.readline, b"data: [DONE]\n"))
     events = [json.loads(line[6:]) for line in said if line.startswith(b"data: {")]
     pieces = [own for event in events for own in event["choices"]]
-    texts = ["".join(own["text"] for own in pieces if own["index"] == index) for index in range(3)]
-    assert [own["finish_reason"] for own in pieces].count("length") == 3
+    texts = ["".join(piece["text"] for piece in pieces if piece["index"] == index) for index in range(3)]
+    assert [piece["finish_reason"] for piece in pieces].count("length") == 3
     whole = complete(live, "anna", **asked).json["choices"]
     assert texts == [own["text"] for own in whole]
 

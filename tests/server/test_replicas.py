@@ -37,7 +37,7 @@ def replicas() -> Iterator[list[Live]]:
 
 @pytest.fixture(scope="module")
 def routed(replicas: list[Live]) -> Iterator[openai.OpenAI]:
-    urls = [own.url for own in replicas]
+    urls = [replica.url for replica in replicas]
     with (
         started_sglang_router("--worker-urls", *urls, "--policy", "cache_aware", *CHECKED) as url,
         client(url) as own,
@@ -58,7 +58,7 @@ def stream(own: openai.OpenAI, **fields: Any) -> Any:
 def idles(replicas: list[Live]) -> bool:
     """Wait until no request runs; return False on timeout."""
     for _ in range(600):
-        if not any(total(own.metrics(), "vllm:num_requests_running") for own in replicas):
+        if not any(total(replica.metrics(), "vllm:num_requests_running") for replica in replicas):
             return True
         time.sleep(0.05)
     return False
@@ -96,15 +96,15 @@ def test_a_prefix_goes_where_it_is_cached(routed: openai.OpenAI) -> None:
 def test_a_client_that_hangs_up_frees_its_replica(replicas: list[Live], routed: openai.OpenAI) -> None:
     own = stream(routed)
     next(iter(own))
-    assert sum(total(each.metrics(), "vllm:num_requests_running") for each in replicas) == 1
+    assert sum(total(replica.metrics(), "vllm:num_requests_running") for replica in replicas) == 1
     own.close()
     assert idles(replicas)
 
 
 def test_a_refusal_is_passed_on(replicas: list[Live], routed: openai.OpenAI) -> None:
     with ExitStack() as stack:
-        for each in replicas:
-            full = stack.enter_context(stream(stack.enter_context(client(each.url)), n=MOST_QUEUED))
+        for replica in replicas:
+            full = stack.enter_context(stream(stack.enter_context(client(replica.url)), n=MOST_QUEUED))
             next(iter(full))
         with pytest.raises(openai.RateLimitError, match="choices of tiny are in flight"):
             routed.completions.create(model="tiny", prompt=TEXT)
@@ -116,8 +116,8 @@ def test_replicas_that_are_killed_take_no_more(replicas: list[Live], routed: ope
     """Must be the last test, because it kills the servers."""
     own = iter(stream(routed))
     next(own)
-    for each in replicas:
-        each.process.kill()
+    for replica in replicas:
+        replica.process.kill()
     with pytest.raises(openai.APIConnectionError):
         list(own)
     for _ in range(60):

@@ -92,7 +92,7 @@ def test_long_answers_are_serialised_in_chunks_in_threads(
     parts: Any = told(tokens), writer, SimpleNamespace(said=lambda own: None)
     said, client = asyncio.run(generate._gather(*parts)), Client(monkeypatch)
     whole = client.read(writer.whole(said), is_long=beside)
-    assert {own is not threading.main_thread() for own in form.threads} == {beside}
+    assert {thread is not threading.main_thread() for thread in form.threads} == {beside}
     assert client.is_whole != beside
     assert not beside or client.largest < 2 * AT_A_TIME < len(client.data)
     assert list(whole) == ["id", "object", "created", "model", "choices", "usage", "metrics"]

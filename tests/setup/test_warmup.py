@@ -165,7 +165,7 @@ def test_texts_that_end_during_warm_up_are_restarted(
         # The synthetic prompt leaves capacity for one or two steps, or for none.
         deepest = max_model_len - 10
         nodes = {0, *WIDTHS} & set(range(deepest + 1))
-        assert all(seen[1, 1 + own] >= KNOWN for own in nodes) and bool(seen) == bool(nodes)
+        assert all(seen[1, 1 + node] >= KNOWN for node in nodes) and bool(seen) == bool(nodes)
         assert all(KNOWN <= count < 4 * ROUNDS for count in seen.values())
         assert len(warm.generate([1], params)[0].token_ids) == 1
 

@@ -40,7 +40,8 @@ def rank_of(layout: Layout, ranks: int) -> Layout:
     """Return one rank's layout; each rank has the whole latent."""
     kv = tuple(replace(own, heads=own.heads // ranks) if own.parts == 2 else own for own in layout.kv)
     states = tuple(
-        replace(own, heads=own.heads // ranks, channels=own.channels // ranks) for own in layout.states
+        replace(state, heads=state.heads // ranks, channels=state.channels // ranks)
+        for state in layout.states
     )
     return replace(layout, kv=kv, states=states)
 

@@ -213,7 +213,7 @@ def test_a_fault_ends_its_asking() -> None:
         guide.fail("it has one")
         guide.ask([(4,), (5,)])
         with theirs.makefile("rb") as frames:
-            (asked,) = (Job(*own) for own in marshal.loads(receive(frames)))
+            (asked,) = (Job(*load) for load in marshal.loads(receive(frames)))
         assert asked.output == other.number
         theirs.sendall(framed(COST.pack(0.0) + bytes([Kind.DEAD])))
         other.wait(time.monotonic() + 60, always=True)
@@ -234,7 +234,7 @@ def test_a_late_mask_applies_to_the_state_it_was_requested_for() -> None:
         guide.ask([(), (2,), (3,), (2, 4)])
         guide.observe(2)
         words = {path: bytes([number] * 4) for number, path in enumerate([(), (2,), (3,), (2, 4)], 1)}
-        places = b"".join(bytes([Kind.BOUND]) + own for own in words.values())
+        places = b"".join(bytes([Kind.BOUND]) + word for word in words.values())
         theirs.sendall(framed(COST.pack(0.0) + places))
         guide.wait(time.monotonic() + 60, always=True)
         assert [guide.knows(path) for path in ((), (4,), (2,), (3,))] == [True, True, False, False]

@@ -55,9 +55,15 @@ def test_a_sequence_is_never_completed_by_output_and_path(
     for token in said:
         limit.observe(token)
     whole = (*said, *path)
-    ended = {token for token in range(40) if any((*whole, token)[-len(own) :] == own for own in sequences)}
+    ended = {
+        token
+        for token in range(40)
+        if any((*whole, token)[-len(sequence) :] == sequence for sequence in sequences)
+    }
     assert allowed(limit.words(tuple(path)), 40) == set(range(40)) - ended
-    completed = any(tuple(said[: i + 1])[-len(own) :] == own for i in range(len(said)) for own in sequences)
+    completed = any(
+        tuple(said[: i + 1])[-len(sequence) :] == sequence for i in range(len(said)) for sequence in sequences
+    )
     assert bool(limit.fault) == completed
 
 

@@ -75,7 +75,7 @@ def test_probabilities_follow_the_ranking_scores_and_descend(seed: int) -> None:
 def test_without_noise_it_is_the_likeliest_token(seed: int) -> None:
     nodes, logits_NV = make_nodes(seed), make_logits(len(RULES), seed).double()
     ranked = rank(logits_NV, nodes, KERNELS, 4, noise=False)
-    elsewhere = [SamplingNode(own.chooser, own.position + 1, own.path) for own in nodes]
+    elsewhere = [SamplingNode(node.chooser, node.position + 1, node.path) for node in nodes]
     assert ranked == rank(logits_NV, elsewhere, KERNELS, 4, noise=False)
     plain = plain_node(temperature=0.5)
     ((tokens, shares),) = rank(logits_NV[:1], [plain], KERNELS, 4, noise=False)

@@ -60,7 +60,7 @@ def _self_attention(bench: Bench, sizes: Sizes, mixer: Attention, moved: int) ->
         after, _ = excerpt_pages(pages[0], group, rows)
         return max(row_error(found_TN, expected_TN), row_error(after.flatten(0, 2), copied.flatten(0, 2)))
 
-    return Problem(moved, [partial(call, own) for own in pages], error)
+    return Problem(moved, [partial(call, page) for page in pages], error)
 
 
 def _move(bench: Bench, sizes: Sizes, mixer: Attention, path: int, moved: int) -> Problem:
@@ -79,7 +79,7 @@ def _move(bench: Bench, sizes: Sizes, mixer: Attention, path: int, moved: int) -
         after, _ = excerpt_pages(pages[0], group, rows)
         return row_error(after.flatten(0, 2), copied.flatten(0, 2))
 
-    calls = [partial(bench.kernels.move, own, group.table_BN, from_BP, to_BP) for own in pages]
+    calls = [partial(bench.kernels.move, page, group.table_BN, from_BP, to_BP) for page in pages]
     return Problem(moved, calls, error)
 
 

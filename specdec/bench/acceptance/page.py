@@ -25,7 +25,7 @@ DEFINITIONS = {
     "tokens/s": "Output tokens of all rows per second, prefill included.",
     "speedup": "Tokens/s over those of the same engine without drafts, measured in turn in one run.",
     "differing texts": "Texts that differ from those without drafts. With one seed the distribution is the "
-    "same; in low precision the window width can change rounding, and so a text.",
+    "same; in low precision the window width can change rounding, and so an output.",
     "p10, p90": "Over prompts for acceptance, over batches of prompts for speed.",
 }
 

@@ -155,7 +155,7 @@ def _content(value: Any, field: str) -> tuple[str | None, tuple[int, ...] | None
             messages = _opening(value, field)
             return messages[-1]["content"], None, messages
     raise NotAPromptError(
-        f"{field!r} must be a text, a list of token ids from 0 on, a list of turns, or a list of messages; "
+        f"{field!r} must be a string, a list of token ids from 0 on, a list of turns, or a list of messages; "
         f"found a {_kind(value)}"
     )
 

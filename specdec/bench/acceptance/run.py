@@ -211,7 +211,7 @@ class AcceptanceRun:
         return PairedBatch(unit.category, own, self._plain(unit))
 
     def _check(self, unit: PromptCategory) -> None:
-        """Raise if drafts changed a text, unless the dtype's rounding can explain it."""
+        """Raise if drafts changed an output, unless the dtype's rounding can explain it."""
         if self.rounded:
             return
         for setting in self.settings[unit.group]:

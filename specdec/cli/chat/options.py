@@ -80,7 +80,7 @@ def _chat(args: argparse.Namespace) -> Run:
     if message is None and not (sys.stdin and sys.stdin.isatty()):
         message = read_text(None, "standard input").removesuffix("\n") if sys.stdin else ""
     if message is not None and not message.strip():
-        raise RequestError("message: it is empty; give --message, or pipe a text in.", field="message")
+        raise RequestError("message: it is empty; give --message, or pipe text in.", field="message")
     from specdec.cli.chat.run import ChatStart, chat
 
     opening = ChatStart(system=args.system, thinks=args.think, message=message)

@@ -54,7 +54,7 @@ def load(rows: BatchRows, extent: Extent, held: Sequence[RowSlots]) -> None:
     fill(rows.path_length_B, [len(c.path) for c in committed])
     unused = [(0, 0)] * extent.nodes
     paths = [[*c.path, *unused[: extent.path - len(c.path)]] for c in committed]
-    for i, path_BP in enumerate((rows.path_slab_BP, rows.path_place_BP)):
+    for i, path_BP in enumerate((rows.path_slab_BP, rows.path_index_BP)):
         fill(path_BP, [[slot[i] for slot in path] for path in paths])
     if any(slots.sets for slots in held):
         sets = [slots.sets or (unused, unused) for slots in held]

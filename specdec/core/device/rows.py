@@ -30,7 +30,7 @@ class BatchRows:
     table_BN: Tensor
     state_B: Tensor
     path_slab_BP: Tensor
-    path_place_BP: Tensor
+    path_index_BP: Tensor
     path_length_B: Tensor
     slab_B2M: Tensor
     """Two sets of record slots: one is written while the other's path is folded. They swap each step."""
@@ -76,7 +76,7 @@ class BatchRows:
             table_BN=ids(rows, blocks),
             state_B=ids(rows),
             path_slab_BP=ids(rows, path),
-            path_place_BP=ids(rows, path),
+            path_index_BP=ids(rows, path),
             path_length_B=ids(rows),
             slab_B2M=ids(rows, 2, nodes),
             place_B2M=ids(rows, 2, nodes),
@@ -130,7 +130,7 @@ class BatchRows:
 
     @property
     def path(self) -> RecordIds:
-        return RecordIds(self.path_slab_BP, self.path_place_BP)
+        return RecordIds(self.path_slab_BP, self.path_index_BP)
 
     @property
     def temperature_B(self) -> Tensor:

@@ -121,7 +121,7 @@ class DeviceStep:
         """Promote each accepted path: its records become the row's path, or a snapshot the row's state."""
         if slots and slots.record:
             depth = min(node_BM.shape[1], rows.path_slab_BP.shape[1])
-            path = RecordIds(rows.path_slab_BP[:, :depth], rows.path_place_BP[:, :depth])
+            path = RecordIds(rows.path_slab_BP[:, :depth], rows.path_index_BP[:, :depth])
             kept = node_BM[:, :depth], count_B, slots.record, path
             self.kernels.promote(*kept, rows.path_length_B, rows.length_B)
             # The next window writes the other set while it folds this path.

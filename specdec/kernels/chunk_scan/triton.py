@@ -45,7 +45,7 @@ def chunk_scan(
     parts, device = triton.cdiv(group.width, PART), q_TGK.device
     ancestors = None if group.ancestors_BMM is None else group.ancestors_BMM.contiguous().view(torch.uint8)
     key_parts = 1 if ancestors is None else parts
-    # Per part: (I + A)⁻¹ and A, then the outputs' weights, for its own tokens or (trees) those of all parts.
+    # Per part: (I + A)⁻¹ and A, then the outputs' weights, for its own tokens or (trees) all parts' tokens.
     shape = (group.rows, heads, parts, 2, key_parts, PART, PART)
     matrix_BHL = torch.empty(shape, dtype=torch.float32, device=device)
     by_key = decay_TH.dim() == 3
@@ -182,7 +182,7 @@ def _pairs(
 ):  # fmt: skip
     """Return the products of a part's queries and keys with part r's keys, decayed to the part's nodes.
 
-    Every exponent is a sum of decays between a node and its ancestor, so none is above 0.
+    Every exponent is a sum of decays between a node and its ancestor, so at most 0.
     """
     qk = tl.zeros((PART, PART), tl.float32)
     kk = tl.zeros((PART, PART), tl.float32)

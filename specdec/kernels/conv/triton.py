@@ -138,7 +138,7 @@ def known(
     n, x, x_by_token, window, record, by_slab, by_index, path_slab, path_index, length, c, in_c,
     INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Load inputs n of a row: those of its window, oldest first, then its path's, then its tokens'.
+    """Load inputs n of a row: its window's, oldest first, then its path's, then its tokens'.
 
     The pointers are None without a path or without tokens.
     """

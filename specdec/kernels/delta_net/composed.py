@@ -58,7 +58,7 @@ class ComposedDeltaNet(NamedTuple):
     def path_keys(
         self, layer: DeltaLayer, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor
     ) -> Tensor:
-        """Return the keys [B, P, G, K] of the tokens on the pending paths, as they were when verified.
+        """Return the keys [B, P, G, K] of the tokens on the pending paths, bit-identical to verification.
 
         Keys are recomputed from the recorded inputs, so no record stores them. Must run before the paths
         enter the convolution's windows. Entries behind a path's end are undefined.

@@ -1,1 +1,1 @@
-"""KV cache pages: append a window's keys and values, and move those of an accepted path."""
+"""KV cache pages: append a window's keys and values, move an accepted path's."""

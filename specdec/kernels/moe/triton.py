@@ -202,7 +202,7 @@ def _multiply(
     x, in_T, weight, scale, expert, row, N: tl.constexpr, D: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Return tokens times an expert's rows, and for gated experts times those of the up half."""
+    """Return tokens times an expert's rows, and for gated experts times the up half's rows."""
     at_N, at_D = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     in_N = row + at_N < N
     rows: tl.constexpr = 2 * N if ACTIVATION == "swiglu" else N

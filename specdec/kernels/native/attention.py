@@ -101,7 +101,7 @@ def attend(
             length_B=torch.tensor([length]),
             ancestors_BMM=None if group.ancestors_BMM is None else group.ancestors_BMM[row : row + 1],
         )
-        # The kernel appends its inputs: pass the window's own keys and values as they were quantised.
+        # The kernel appends its inputs: pass the window's own keys and values after quantisation.
         position_M = length + window_M
         kv_MXJD = row_NPXJD[position_M // size, :, position_M % size]
         q_MN = q_THD[row * group.width : (row + 1) * group.width].flatten(1)
@@ -124,7 +124,7 @@ def self_attention(
     if not serves(projected_TN) or pages.dtype != projected_TN.dtype:
         return COMPOSED.self_attention(projected_TN, layer, rotation, pages, group)
     heads, kv_heads, dim = layer.heads, layer.kv_heads, layer.head_dim
-    value_dim, (at, by_block, by_part, *by_place_and_head) = layer.value_dim or dim, strided(pages, 1)
+    value_dim, (at, by_block, by_part, *by_position_and_head) = layer.value_dim or dim, strided(pages, 1)
     out_TN = projected_TN.new_empty((tokens, heads * value_dim))
     cos_TR, sin_TR = rotation or (None, None)
     function("self_attention", projected_TN.dtype)(
@@ -146,7 +146,7 @@ def self_attention(
         at,
         by_block,
         by_part if layer.value_dim is None else 0,
-        *by_place_and_head,
+        *by_position_and_head,
         pages.shape[2],
         pointer(group.table_BN),
         group.table_BN.shape[1],

@@ -26,7 +26,7 @@ class Records(ctypes.Structure):
 
     _fields_ = [
         *((name, Pointer) for name in ("update", "decay")),
-        *((name, Count) for name in ("update_slab", "update_place", "decay_slab", "decay_place")),
+        *((name, Count) for name in ("update_slab", "update_index", "decay_slab", "decay_index")),
     ]
 
 

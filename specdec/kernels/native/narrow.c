@@ -17,10 +17,10 @@ typedef long ix;
 
 // MOST, the limit of path lengths and of speculative window widths, is defined on the compiler's command line.
 
-// A recurrent layer's records: the addresses of their parts, and the strides of slabs and places, in floats.
+// A recurrent layer's records: the addresses of their parts, and the strides of slabs and indices, in floats.
 typedef struct {
     float *update, *decay;
-    ix update_slab, update_place, decay_slab, decay_place;
+    ix update_slab, update_index, decay_slab, decay_index;
 } records;
 
 #include "recurrence.inc"
@@ -35,7 +35,7 @@ void gather(const char *from, ix by_from, const ix *ids, ix rows, ix bytes, char
 
 // Move keys and values of each of B rows from P positions to others, in place. All of a row are read before any is
 // written. A head's entries are adjacent, `bytes` bytes of them; strides in bytes.
-void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kinds, ix heads, ix block, ix bytes,
+void move(char *pages, ix by_block, ix by_kind, ix by_position, ix by_head, ix kinds, ix heads, ix block, ix bytes,
           const ix *table, ix N, ix B, const ix *from, const ix *to, ix P) {
     char *held = workspace(kinds * heads * P * bytes);
     for (ix b = 0; b < B; b++, table += N, from += P, to += P)
@@ -44,7 +44,7 @@ void move(char *pages, ix by_block, ix by_kind, ix by_place, ix by_head, ix kind
             for (ix p = 0; p < P; p++) {
                 if (from[p] == to[p]) continue;
                 ix at = written ? to[p] : from[p];
-                char *own = pages + table[at / block] * by_block + at % block * by_place;
+                char *own = pages + table[at / block] * by_block + at % block * by_position;
                 for (ix kind = 0; kind < kinds; kind++)
                     for (ix head = 0; head < heads; head++, spare += bytes) {
                         char *there = own + kind * by_kind + head * by_head;

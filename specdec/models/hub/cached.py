@@ -63,7 +63,7 @@ def _listed(tree: Path) -> frozenset[str]:
 
 
 def _implied(folder: Path) -> Iterator[str]:
-    """Yield the files of a snapshot and those that they require."""
+    """Yield the files of a snapshot and their dependencies."""
     found = set(_files(folder))
     yield from found | {"config.json"}
     if "tokenizer_config.json" in found:

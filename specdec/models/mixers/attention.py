@@ -48,10 +48,10 @@ class Attention(Mixer):
         return (self.rope,) if self.rope else ()
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
-        wide = self.heads * self.head_dim
-        rows = wide * (2 if self.gated else 1) + 2 * self.kv_heads * self.head_dim
+        query_width = self.heads * self.head_dim
+        rows = query_width * (2 if self.gated else 1) + 2 * self.kv_heads * self.head_dim
         gate = {"attention gate": (self.heads, hidden)} if self.head_gate else {}
-        return {"attention in": (rows, hidden), **gate, "attention out": (hidden, wide)}
+        return {"attention in": (rows, hidden), **gate, "attention out": (hidden, query_width)}
 
     def pair_flops(self) -> float:
         return 4.0 * self.heads * self.head_dim
@@ -59,13 +59,13 @@ class Attention(Mixer):
     def reach(self) -> int | None:
         return self.window
 
-    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedAttention":
-        return LoadedAttention(self, weights, kernels, place)
+    def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedAttention":
+        return LoadedAttention(self, weights, kernels, placement)
 
 
 class LoadedAttention(LoadedMixer):
-    def __init__(self, s: Attention, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
-        self.kernels, self.index, self.rope = kernels, place.kv, s.rope
+    def __init__(self, s: Attention, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> None:
+        self.kernels, self.index, self.rope = kernels, placement.kv, s.rope
         assert not (s.gated and s.norm_whole), "the gate lies between the query heads"
         norm, self.whole = s.qk_norm, s.norm_whole
         heads = (s.heads, s.kv_heads) if s.norm_whole else (1, 1)
@@ -82,10 +82,10 @@ class LoadedAttention(LoadedMixer):
             window=s.window,
         )
         rows = dict(zip("qkv", self.layer.widths, strict=True))
-        self.project: Projection = Linear.load(weights, kernels, rows, place.reads, bias=s.bias)
-        self.gate = Linear.load(weights, kernels, {"gate": s.heads}, place.reads) if s.head_gate else None
+        self.project: Projection = Linear.load(weights, kernels, rows, placement.reads, bias=s.bias)
+        self.gate = Linear.load(weights, kernels, {"gate": s.heads}, placement.reads) if s.head_gate else None
         inner, bias = s.heads * s.head_dim, s.bias and s.out_bias
-        self.out = Linear.load(weights, kernels, {"o": place.writes}, inner, bias=bias)
+        self.out = Linear.load(weights, kernels, {"o": placement.writes}, inner, bias=bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, pages = self.kernels, step.memory.pages(self.index)
@@ -93,8 +93,8 @@ class LoadedAttention(LoadedMixer):
         rotation = step.rope[self.rope] if self.rope else None
 
         def attend(group: Group) -> Tensor:
-            own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
-            return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
+            row_rotation = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
+            return ops.self_attention(group.take(projected_TN), self.layer, row_rotation, pages, group)
 
         out_TN = step.by_group(attend)
         if self.gate is not None:
@@ -108,21 +108,21 @@ class LoadedAttention(LoadedMixer):
         There is no kernel for this alone: each token attends to itself, and the output is dropped.
         """
         ops, layer, pages = self.kernels, self.layer, step.memory.pages(self.index)
-        alone = replace(layer, heads=layer.kv_heads, q_norm_D=layer.k_norm_D, window=1)
+        keys_only = replace(layer, heads=layer.kv_heads, q_norm_D=layer.k_norm_D, window=1)
         projected_TN = ops.concat(kv_TN[:, : layer.widths[1]], kv_TN)
         rotation = step.rope[self.rope] if self.rope else None
 
         def append(group: Group) -> Tensor:
-            own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
-            return ops.self_attention(group.take(projected_TN), alone, own, pages, group)
+            row_rotation = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
+            return ops.self_attention(group.take(projected_TN), keys_only, row_rotation, pages, group)
 
         step.by_group(append)
 
     def used_at(self, kv: int, project: Projection) -> "LoadedAttention":
         """Return attention with the same weights except the first product's, and its own KV."""
-        own = copy(self)
-        own.index, own.project = kv, project
-        return own
+        clone = copy(self)
+        clone.index, clone.project = kv, project
+        return clone
 
     def _normalise(self, projected_TN: Tensor) -> Tensor:
         """Normalise all heads together if configured; the kernel normalises single heads."""

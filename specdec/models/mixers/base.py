@@ -122,7 +122,7 @@ class Mixer(ABC):
         return None
 
     @abstractmethod
-    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> LoadedMixer:
+    def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> LoadedMixer:
         """Load the weights, by names relative to the layer's."""
 
 

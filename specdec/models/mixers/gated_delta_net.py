@@ -52,19 +52,21 @@ class GatedDeltaNet(Mixer):
         """Return the FLOPs of the convolution, and of the state's decay, correction, update and read."""
         return 2.0 * self.conv * self.channels + 7.0 * self.value_heads * self.key_dim * self.value_dim
 
-    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedGatedDeltaNet":
-        return LoadedGatedDeltaNet(self, weights, kernels, place)
+    def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedGatedDeltaNet":
+        return LoadedGatedDeltaNet(self, weights, kernels, placement)
 
 
 class LoadedGatedDeltaNet(LoadedMixer):
-    def __init__(self, s: GatedDeltaNet, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
-        self.kernels, self.index = kernels, place.state
+    def __init__(
+        self, s: GatedDeltaNet, weights: Weights, kernels: Kernels, placement: MixerPlacement
+    ) -> None:
+        self.kernels, self.index = kernels, placement.state
         value = s.value_heads * s.value_dim
         key = s.key_heads * s.key_dim
         rows = {"in_q": key, "in_k": key, "in_v": value} if s.apart else {"in_qkv": s.channels}
         rows |= {"in_z": value, "in_b": s.value_heads, "in_a": s.value_heads}
         # The gates stay unquantised: they are multiplied into the state at every token.
-        self.project = Linear.load(weights, kernels, rows, place.reads, exact=("in_b", "in_a"))
+        self.project = Linear.load(weights, kernels, rows, placement.reads, exact=("in_b", "in_a"))
         self.layer = DeltaLayer(
             *(s.key_heads, s.value_heads, s.key_dim, s.value_dim),
             conv_CK=load_conv(weights, s.channels, s.conv),
@@ -74,7 +76,7 @@ class LoadedGatedDeltaNet(LoadedMixer):
             eps=s.eps,
             beta_scale=s.beta_scale,
         )
-        self.out = Linear.load(weights, kernels, {"out": place.writes}, value)
+        self.out = Linear.load(weights, kernels, {"out": placement.writes}, value)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, memory = self.kernels, step.memory.recurrent(self.index)
@@ -83,6 +85,6 @@ class LoadedGatedDeltaNet(LoadedMixer):
         return self.out(o_TV)
 
     def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-        own = memory.recurrent(self.index)
-        k_path_BPGK = self.kernels.path_keys(self.layer, own, slot_B, path, length_B)
-        self.kernels.fold(own, slot_B, path, length_B, k_path_BPGK)
+        views = memory.recurrent(self.index)
+        k_path_BPGK = self.kernels.path_keys(self.layer, views, slot_B, path, length_B)
+        self.kernels.fold(views, slot_B, path, length_B, k_path_BPGK)

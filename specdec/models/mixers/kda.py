@@ -56,19 +56,21 @@ class KimiDeltaAttention(Mixer):
         """Return the FLOPs of the convolution, and of the state's decay, correction, update and read."""
         return 2.0 * self.conv * 3 * self.width + 7.0 * self.width * self.head_dim
 
-    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedKimiDeltaAttention":
-        return LoadedKimiDeltaAttention(self, weights, kernels, place)
+    def build(
+        self, weights: Weights, kernels: Kernels, placement: MixerPlacement
+    ) -> "LoadedKimiDeltaAttention":
+        return LoadedKimiDeltaAttention(self, weights, kernels, placement)
 
 
 class LoadedKimiDeltaAttention(LoadedMixer):
     def __init__(
-        self, s: KimiDeltaAttention, weights: Weights, kernels: Kernels, place: MixerPlacement
+        self, s: KimiDeltaAttention, weights: Weights, kernels: Kernels, placement: MixerPlacement
     ) -> None:
-        self.kernels, self.index = kernels, place.state
+        self.kernels, self.index = kernels, placement.state
         self.columns = [3 * s.width, *list(s.rows.values())[3:]]
         # The decays and write strengths stay unquantised: they are multiplied into the state at every token.
         exact = ("in_b", "in_a", "in_a_a")
-        self.project = Linear.load(weights, kernels, s.rows, place.reads, exact=exact)
+        self.project = Linear.load(weights, kernels, s.rows, placement.reads, exact=exact)
         self.gate = self.decay = None
         if s.gate_rank is not None:
             self.gate = Linear.load(weights, kernels, {"in_z_b": s.width}, s.gate_rank)
@@ -83,7 +85,7 @@ class LoadedKimiDeltaAttention(LoadedMixer):
             bound=s.bound,
             sigmoid=True,
         )
-        self.out = Linear.load(weights, kernels, {"out": place.writes}, s.width)
+        self.out = Linear.load(weights, kernels, {"out": placement.writes}, s.width)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, memory = self.kernels, step.memory.recurrent(self.index)
@@ -97,6 +99,6 @@ class LoadedKimiDeltaAttention(LoadedMixer):
         return self.out(o_TV)
 
     def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-        own = memory.recurrent(self.index)
-        k_path_BPGK = self.kernels.path_keys(self.layer, own, slot_B, path, length_B)
-        self.kernels.fold(own, slot_B, path, length_B, k_path_BPGK)
+        views = memory.recurrent(self.index)
+        k_path_BPGK = self.kernels.path_keys(self.layer, views, slot_B, path, length_B)
+        self.kernels.fold(views, slot_B, path, length_B, k_path_BPGK)

@@ -82,14 +82,16 @@ class LatentAttention(Mixer):
     def pair_flops(self) -> float:
         return 2.0 * self.heads * (self.cached_dim + self.kv_rank)
 
-    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedLatentAttention":
-        return LoadedLatentAttention(self, weights, kernels, place)
+    def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedLatentAttention":
+        return LoadedLatentAttention(self, weights, kernels, placement)
 
 
 class LoadedLatentAttention(LoadedMixer):
-    def __init__(self, s: LatentAttention, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
-        self.kernels, self.index, self.spec = kernels, place.kv, s
-        self.project = Linear.load(weights, kernels, s.rows, place.reads)
+    def __init__(
+        self, s: LatentAttention, weights: Weights, kernels: Kernels, placement: MixerPlacement
+    ) -> None:
+        self.kernels, self.index, self.spec = kernels, placement.kv, s
+        self.project = Linear.load(weights, kernels, s.rows, placement.reads)
         queries, _, *gates = s.rows.values()
         self.columns = [queries, s.kv_rank, s.shared_dim, sum(gates)]
         self.query: Linear | None = None
@@ -109,7 +111,7 @@ class LoadedLatentAttention(LoadedMixer):
             eps=0.0,
             value_dim=s.kv_rank,
         )
-        self.out = Linear.load(weights, kernels, {"o": place.writes}, s.heads * s.value_dim)
+        self.out = Linear.load(weights, kernels, {"o": placement.writes}, s.heads * s.value_dim)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         s, ops, pages = self.spec, self.kernels, step.memory.pages(self.index)
@@ -117,8 +119,8 @@ class LoadedLatentAttention(LoadedMixer):
         rotation = step.rope[s.rope] if s.rope else None
 
         def attend(group: Group) -> Tensor:
-            own = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
-            return ops.self_attention(group.take(projected_TN), self.layer, own, pages, group)
+            row_rotation = (group.take(rotation[0]), group.take(rotation[1])) if rotation else None
+            return ops.self_attention(group.take(projected_TN), self.layer, row_rotation, pages, group)
 
         o_THR = step.by_group(attend).view(-1, s.heads, s.kv_rank)
         o_THW = self.expand(o_THR)

@@ -47,21 +47,21 @@ class Lightning(Mixer):
         exponent_H = torch.arange(1, self.heads + 1, dtype=torch.float64) * (-8 / self.heads)
         return -self.decay_scale * torch.exp2(exponent_H)
 
-    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedLightning":
-        return LoadedLightning(self, weights, kernels, place)
+    def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedLightning":
+        return LoadedLightning(self, weights, kernels, placement)
 
 
 class LoadedLightning(LoadedMixer):
-    def __init__(self, s: Lightning, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
-        self.spec, self.kernels, self.index = s, kernels, place.state
+    def __init__(self, s: Lightning, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> None:
+        self.spec, self.kernels, self.index = s, kernels, placement.state
         # The first projection's rows are [k | q | v], each with its heads concatenated.
         rows = {"in": 3 * s.inner, "gate": s.inner}
-        self.project = Linear.load(weights, kernels, rows, place.reads)
+        self.project = Linear.load(weights, kernels, rows, placement.reads)
         self.norm_N = weights.take("norm.weight", (s.inner,))
-        wide = torch.promote_types(self.norm_N.dtype, torch.float32)
-        self.decay_H = s.log_decays().to(self.norm_N.device, wide)
+        norm_dtype = torch.promote_types(self.norm_N.dtype, torch.float32)
+        self.decay_H = s.log_decays().to(self.norm_N.device, norm_dtype)
         self.tap_C1 = torch.ones(s.inner, 1, device=self.norm_N.device)
-        self.out = Linear.load(weights, kernels, {"out": place.writes}, s.inner)
+        self.out = Linear.load(weights, kernels, {"out": placement.writes}, s.inner)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         s, ops, memory = self.spec, self.kernels, step.memory.recurrent(self.index)
@@ -94,5 +94,5 @@ class LoadedLightning(LoadedMixer):
         return k_BPN.view(*path.slab_BN.shape, self.spec.heads, self.spec.head_dim)
 
     def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-        own = memory.recurrent(self.index)
-        self.kernels.fold(own, slot_B, path, length_B, self._keys(own, slot_B, path, length_B))
+        views = memory.recurrent(self.index)
+        self.kernels.fold(views, slot_B, path, length_B, self._keys(views, slot_B, path, length_B))

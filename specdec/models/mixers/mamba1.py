@@ -55,21 +55,21 @@ class Mamba1(Mixer):
         """Return the FLOPs of the convolution, and of the state's decay, update and read."""
         return 2.0 * self.conv * self.inner + 7.0 * self.inner * self.state_dim
 
-    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedMamba1":
-        return LoadedMamba1(self, weights, kernels, place)
+    def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedMamba1":
+        return LoadedMamba1(self, weights, kernels, placement)
 
 
 class LoadedMamba1(LoadedMixer):
-    def __init__(self, s: Mamba1, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
-        self.spec, self.kernels, self.index = s, kernels, place.state
-        self.project = Linear.load(weights, kernels, {"in": 2 * s.inner}, place.reads, bias=s.bias)
+    def __init__(self, s: Mamba1, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> None:
+        self.spec, self.kernels, self.index = s, kernels, placement.state
+        self.project = Linear.load(weights, kernels, {"in": 2 * s.inner}, placement.reads, bias=s.bias)
         self.conv_CK = load_conv(weights, s.inner, s.conv)
         self.conv_C = weights.take("conv.bias", (s.inner,)) if s.conv_bias else None
         # Not quantised: decays depend on these.
         x_NW = weights.take("x.weight", (s.heads * sum(s.selected.values()), s.inner // s.heads))
         dt_CR = weights.take("dt.weight", (s.inner, s.rank))
         self.select, self.widen = (
-            [Linear(kernels, own) for own in weight.chunk(s.heads)] for weight in (x_NW, dt_CR)
+            [Linear(kernels, part) for part in weight.chunk(s.heads)] for weight in (x_NW, dt_CR)
         )
         A_NK = -torch.exp(weights.take("A_log", (s.inner, s.state_dim), torch.float32))
         D_C, dt_bias_C = (weights.take(name, (s.inner,), torch.float32) for name in ("D", "dt_bias"))
@@ -78,7 +78,7 @@ class LoadedMamba1(LoadedMixer):
             *(own_C.reshape(s.heads, -1) for own_C in (D_C, dt_bias_C)),
         )
         self.norm_D = {name: _norm(s, weights, name, A_NK) for name in s.selected}
-        self.out = Linear.load(weights, kernels, {"out": place.writes}, s.inner, bias=s.bias)
+        self.out = Linear.load(weights, kernels, {"out": placement.writes}, s.inner, bias=s.bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         memory, projected_TN = step.memory.recurrent(self.index), self.project(x_TD)
@@ -92,7 +92,9 @@ class LoadedMamba1(LoadedMixer):
             x_path_BPHW = self._inputs(memory, group.state_B, group.path, group.path_length_B)
         x_TC = ops.causal_conv(x_TC, self.conv_CK, self.conv_C, memory, group)
         selected = [self._select(h, x_TW) for h, x_TW in enumerate(x_TC.chunk(heads, dim=1))]
-        parts_TN = (own[0] if heads == 1 else ops.concat(*own) for own in zip(*selected, strict=True))
+        parts_TN = (
+            heads_TN[0] if heads == 1 else ops.concat(*heads_TN) for heads_TN in zip(*selected, strict=True)
+        )
         x_THW, gate_THW, dt_THW, k_THK, q_THK = (
             part_TN.view(len(part_TN), heads, part_TN.shape[1] // heads)
             for part_TN in (x_TC, gate_TC, *parts_TN)
@@ -113,15 +115,15 @@ class LoadedMamba1(LoadedMixer):
 
     def _inputs(self, memory: RecurrentMemory, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> Tensor:
         """Recompute the convolved inputs of pending paths from their records."""
-        own = self.conv_CK, self.conv_C, slice(0, self.spec.inner)
-        x_path_BPC = self.kernels.path_conv(*own, memory, slot_B, path, length_B)
+        conv_args = self.conv_CK, self.conv_C, slice(0, self.spec.inner)
+        x_path_BPC = self.kernels.path_conv(*conv_args, memory, slot_B, path, length_B)
         rows, longest, channels = x_path_BPC.shape
         return x_path_BPC.view(rows, longest, self.spec.heads, channels // self.spec.heads)
 
     def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-        own = memory.recurrent(self.index)
-        x_path_BPHW = self._inputs(own, slot_B, path, length_B)
-        self.kernels.fold_selective(self.layer, own, slot_B, path, length_B, x_path_BPHW)
+        views = memory.recurrent(self.index)
+        x_path_BPHW = self._inputs(views, slot_B, path, length_B)
+        self.kernels.fold_selective(self.layer, views, slot_B, path, length_B, x_path_BPHW)
 
 
 def _norm(s: Mamba1, weights: Weights, name: str, like: Tensor) -> Tensor | None:

@@ -66,15 +66,15 @@ class Mamba2(Mixer):
         """Return the FLOPs of the convolution, and of the state's decay, update and read."""
         return 2.0 * self.conv * self.channels + 5.0 * self.inner * self.state_dim
 
-    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedMamba2":
-        return LoadedMamba2(self, weights, kernels, place)
+    def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedMamba2":
+        return LoadedMamba2(self, weights, kernels, placement)
 
 
 class LoadedMamba2(LoadedMixer):
-    def __init__(self, s: Mamba2, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
-        self.kernels, self.index = kernels, place.state
+    def __init__(self, s: Mamba2, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> None:
+        self.kernels, self.index = kernels, placement.state
         rows = {"in": s.inner + s.channels + s.heads}
-        self.project = Linear.load(weights, kernels, rows, place.reads, bias=s.bias)
+        self.project = Linear.load(weights, kernels, rows, placement.reads, bias=s.bias)
         norm_dtype = torch.float32 if s.wide_norm else None
         self.layer = MambaLayer(
             *(s.groups, s.heads, s.state_dim, s.head_dim),
@@ -90,7 +90,7 @@ class LoadedMamba2(LoadedMixer):
         )
         self.scale_N = _spread(s, self.layer.D_H) if s.scales != (1.0,) * 5 else None
         out_bias = s.bias if s.out_bias is None else s.out_bias
-        self.out = Linear.load(weights, kernels, {"out": place.writes}, s.inner, bias=out_bias)
+        self.out = Linear.load(weights, kernels, {"out": placement.writes}, s.inner, bias=out_bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         ops, memory = self.kernels, step.memory.recurrent(self.index)
@@ -101,9 +101,9 @@ class LoadedMamba2(LoadedMixer):
         return self.out(o_TN)
 
     def fold(self, memory: ArenaViews, slot_B: Tensor, path: RecordIds, length_B: Tensor) -> None:
-        own = memory.recurrent(self.index)
-        k_path_BPGK = self.kernels.mamba_keys(self.layer, own, slot_B, path, length_B)
-        self.kernels.fold(own, slot_B, path, length_B, k_path_BPGK)
+        views = memory.recurrent(self.index)
+        k_path_BPGK = self.kernels.mamba_keys(self.layer, views, slot_B, path, length_B)
+        self.kernels.fold(views, slot_B, path, length_B, k_path_BPGK)
 
 
 def _spread(s: Mamba2, like: Tensor) -> Tensor:

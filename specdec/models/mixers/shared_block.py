@@ -44,52 +44,52 @@ class SharedBlock(Mixer):
         return self.attention.ropes()
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
-        found = {**self.attention.matrices(hidden), **self.ffn.matrices(hidden)}
-        found["attention in"] = found["attention in"][0], 2 * hidden
+        shapes = {**self.attention.matrices(hidden), **self.ffn.matrices(hidden)}
+        shapes["attention in"] = shapes["attention in"][0], 2 * hidden
         for name, (outputs, inputs) in self.adapted(hidden).items():
-            found |= {f"{name} adapter in": (self.rank, inputs), f"{name} adapter out": (outputs, self.rank)}
-        return found | {"shared linear": (hidden, hidden)}
+            shapes |= {f"{name} adapter in": (self.rank, inputs), f"{name} adapter out": (outputs, self.rank)}
+        return shapes | {"shared linear": (hidden, hidden)}
 
     def adapted(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         """Return the products with adapters, with their sizes [out, in]."""
-        own = self.attention
-        widths = {"q": own.heads, "k": own.kv_heads, "v": own.kv_heads} if self.adapts_attention else {}
-        found = {name: (heads * own.head_dim, 2 * hidden) for name, heads in widths.items()}
-        return found | ({"up": (self.ffn.up_rows, hidden)} if self.rank else {})
+        base = self.attention
+        widths = {"q": base.heads, "k": base.kv_heads, "v": base.kv_heads} if self.adapts_attention else {}
+        shapes = {name: (heads * base.head_dim, 2 * hidden) for name, heads in widths.items()}
+        return shapes | ({"up": (self.ffn.up_rows, hidden)} if self.rank else {})
 
     def pair_flops(self) -> float:
         return self.attention.pair_flops()
 
-    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedSharedBlock":
-        return LoadedSharedBlock(self, weights, kernels, place)
+    def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedSharedBlock":
+        return LoadedSharedBlock(self, weights, kernels, placement)
 
 
 class SharedWeights:
     """The weights that all uses of a block share."""
 
-    def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
-        hidden = place.writes
+    def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> None:
+        hidden = placement.writes
         self.norm_D = s.norm.load(weights, "norm.weight", 2 * hidden)
-        reads_both = MixerPlacement(2 * hidden, hidden, kv=place.kv)
+        reads_both = MixerPlacement(2 * hidden, hidden, kv=placement.kv)
         self.attention = s.attention.build(weights.within("attention"), kernels, reads_both)
         self.ffn_norm_D = s.norm.load(weights, "ffn_norm.weight", hidden)
         self.ffn = s.ffn.build(hidden, weights.within("ffn"), kernels)
 
 
 class LoadedSharedBlock(LoadedMixer):
-    def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
-        self.kernels, self.eps, hidden = kernels, s.norm.eps, place.writes
-        lender = place.lender
+    def __init__(self, s: SharedBlock, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> None:
+        self.kernels, self.eps, hidden = kernels, s.norm.eps, placement.writes
+        lender = placement.lender
         assert lender is None or isinstance(lender, LoadedSharedBlock)
         self.lent: SharedWeights = (
-            lender.lent if lender else SharedWeights(s, weights.within(SHARED), kernels, place)
+            lender.lent if lender else SharedWeights(s, weights.within(SHARED), kernels, placement)
         )
         adapters = dict(_adapters(s, weights, kernels, hidden))
         attention, ffn, up = self.lent.attention, self.lent.ffn, adapters.pop("up", None)
         project = (
             AdaptedLinear(kernels, attention.project, *adapters.values()) if adapters else attention.project
         )
-        self.attention = attention.used_at(place.kv, project)
+        self.attention = attention.used_at(placement.kv, project)
         self.ffn = ffn.with_up(AdaptedLinear(kernels, ffn.up, up)) if up else ffn
         self.linear = Linear.load(weights, kernels, {"linear": hidden}, hidden)
 
@@ -121,8 +121,8 @@ class AdaptedLinear:
         self.kernels, self.shared, self.adapters = kernels, shared, adapters
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        own = [adapter(x_TD) for adapter in self.adapters]
-        own_TN = own[0] if len(own) == 1 else self.kernels.concat(*own)
+        updates = [adapter(x_TD) for adapter in self.adapters]
+        own_TN = updates[0] if len(updates) == 1 else self.kernels.concat(*updates)
         return self.kernels.add(self.shared(x_TD), own_TN)
 
 
@@ -130,6 +130,6 @@ def _adapters(
     s: SharedBlock, weights: Weights, kernels: Kernels, hidden: int
 ) -> Iterator[tuple[str, LowRankAdapter]]:
     for name, (outputs, inputs) in s.adapted(hidden).items():
-        own = weights.within(f"{name}_adapter")
-        inner = Linear.load(own, kernels, {"in": s.rank}, inputs)
-        yield name, LowRankAdapter(inner, Linear.load(own, kernels, {"out": outputs}, s.rank))
+        adapter_weights = weights.within(f"{name}_adapter")
+        inner = Linear.load(adapter_weights, kernels, {"in": s.rank}, inputs)
+        yield name, LowRankAdapter(inner, Linear.load(adapter_weights, kernels, {"out": outputs}, s.rank))

@@ -34,17 +34,17 @@ class ShortConv(Mixer):
         """Return the FLOPs of the convolution and its two gates."""
         return (2.0 * self.conv + 2.0) * self.channels
 
-    def build(self, weights: Weights, kernels: Kernels, place: MixerPlacement) -> "LoadedShortConv":
-        return LoadedShortConv(self, weights, kernels, place)
+    def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedShortConv":
+        return LoadedShortConv(self, weights, kernels, placement)
 
 
 class LoadedShortConv(LoadedMixer):
-    def __init__(self, s: ShortConv, weights: Weights, kernels: Kernels, place: MixerPlacement) -> None:
-        self.kernels, self.index = kernels, place.state
-        self.project = Linear.load(weights, kernels, {"in": 3 * s.channels}, place.reads, bias=s.bias)
+    def __init__(self, s: ShortConv, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> None:
+        self.kernels, self.index = kernels, placement.state
+        self.project = Linear.load(weights, kernels, {"in": 3 * s.channels}, placement.reads, bias=s.bias)
         self.conv_CK = load_conv(weights, s.channels, s.conv)
         self.conv_C = weights.take("conv.bias", (s.channels,)) if s.bias else None
-        self.out = Linear.load(weights, kernels, {"out": place.writes}, s.channels, bias=s.bias)
+        self.out = Linear.load(weights, kernels, {"out": placement.writes}, s.channels, bias=s.bias)
 
     def __call__(self, x_TD: Tensor, step: Step) -> Tensor:
         conv, memory = self.kernels.causal_conv, step.memory.recurrent(self.index)

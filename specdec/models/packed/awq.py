@@ -37,14 +37,14 @@ class AwqMatrix(PackedMatrix):
     @property
     def shape(self) -> Shape:
         inputs, words = self.held["qweight"]
-        return words * WORD // self.numbers.bits, inputs
+        return words * WORD // self.scheme.bits, inputs
 
     def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
-        (outputs, inputs), own = shape, self.numbers
+        (outputs, inputs), scheme = shape, self.scheme
         return {
-            "qweight": PackedTensorSpec((inputs, own.words(outputs)), ("I32",)),
-            "qzeros": PackedTensorSpec((own.groups(inputs), own.words(outputs)), ("I32",)),
-            "scales": PackedTensorSpec((own.groups(inputs), outputs), FLOATS),
+            "qweight": PackedTensorSpec((inputs, scheme.words(outputs)), ("I32",)),
+            "qzeros": PackedTensorSpec((scheme.groups(inputs), scheme.words(outputs)), ("I32",)),
+            "scales": PackedTensorSpec((scheme.groups(inputs), outputs), FLOATS),
         }
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> UnpackedMatrix:
@@ -52,7 +52,7 @@ class AwqMatrix(PackedMatrix):
         return UnpackedMatrix(number_ND, tensors["scales"].T, self.zeros_as_announced("qzeros", zero_NG))
 
     def _unpack(self, words: Tensor, outputs: int) -> Tensor:
-        in_words = unpack_words(words, self.numbers.bits).view(len(words), -1, len(PLACE_IN_WORD))
+        in_words = unpack_words(words, self.scheme.bits).view(len(words), -1, len(PLACE_IN_WORD))
         number_KN: Tensor = in_words[..., PLACE_IN_WORD].flatten(1)[:, :outputs]
         return number_KN.T.contiguous()
 
@@ -68,12 +68,12 @@ def read_format(fields: Fields) -> PackedFormat:
         read_group(fields, "group_size", "q_group_size"),
         symmetric=not fields.flag("zero_point", default=True),
     )
-    left_out = frozenset(fields.strings("modules_to_not_convert") or ())
+    unquantised = frozenset(fields.strings("modules_to_not_convert") or ())
 
-    def numbers_of(name: str) -> QuantisationScheme | None:
+    def scheme_of(name: str) -> QuantisationScheme | None:
         # Match whole name components: a router "gate" must not match "gate_proj".
         parts = name.split(".")
         spans = itertools.combinations(range(len(parts) + 1), 2)
-        return None if any(".".join(parts[a:b]) in left_out for a, b in spans) else numbers
+        return None if any(".".join(parts[a:b]) in unquantised for a, b in spans) else numbers
 
-    return PackedFormat(NAME, (AwqMatrix,), numbers_of)
+    return PackedFormat(NAME, (AwqMatrix,), scheme_of)

@@ -119,7 +119,7 @@ class PackedMatrix(ABC):
     """Without `.weight`."""
     held: Mapping[str, Shape]
     """Its present tensors, by suffix."""
-    numbers: QuantisationScheme
+    scheme: QuantisationScheme
 
     marker: ClassVar[str]
     """Suffix that identifies this format."""
@@ -151,19 +151,19 @@ class PackedMatrix(ABC):
     def read(self, shape: Shape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Integers:
         """Build the matrix from its tensors, without rounding."""
         number_ND, scale_NG, zero_NG, offset_NG = self.unpack(shape, tensors)
-        bits, group = self.numbers.bits, min(self.numbers.group or GROUP, GROUP)
+        bits, group = self.scheme.bits, min(self.scheme.group or GROUP, GROUP)
         columns = -(-shape[1] // group)
         scales = next(suffix for suffix in self.suffixes if "scale" in suffix)
         if not all(largest(own_NG) < math.inf for own_NG in (scale_NG, offset_NG) if own_NG is not None):
             raise Unfit(f"{self.name}.{scales} holds NaN or Inf")
-        if not self.numbers.by_group:
+        if not self.scheme.by_group:
             return Integers(number_ND, scale_NG[:, 0].float(), bits, dtype)
         scale_NG = self.narrow(scale_NG)
-        repeat = (self.numbers.group or columns * group) // group
+        repeat = (self.scheme.group or columns * group) // group
 
-        def spread(own_NG: Tensor) -> Tensor:
-            each_NG = own_NG.repeat_interleave(repeat, 1)[:, :columns] if repeat > 1 else own_NG
-            return each_NG.contiguous()
+        def spread(value_NG: Tensor) -> Tensor:
+            entry_ND = value_NG.repeat_interleave(repeat, 1)[:, :columns] if repeat > 1 else value_NG
+            return entry_ND.contiguous()
 
         zero_NG = None if zero_NG is None else spread(zero_NG)
         return Integers(number_ND, spread(scale_NG), bits, dtype, zero_NG, offset_NG, group)
@@ -174,7 +174,7 @@ class PackedMatrix(ABC):
             return scale_NG
         narrow_NG = scale_NG.half()
         if not torch.equal(narrow_NG.float(), scale_NG):
-            suffix = next(own for own in self.suffixes if "scale" in own)
+            suffix = next(name for name in self.suffixes if "scale" in name)
             raise Unfit(
                 f"{self.name}.{suffix} holds float32 scales of groups, which float16 would round; "
                 "specdec needs them in 16 bits"
@@ -183,7 +183,7 @@ class PackedMatrix(ABC):
 
     def zeros_as_announced(self, suffix: str, zero_NG: Tensor) -> Tensor | None:
         """Return zero points, or None if the config announces symmetric integers and they agree."""
-        if not self.numbers.symmetric:
+        if not self.scheme.symmetric:
             return zero_NG
         if bool(zero_NG.any()):
             raise Unfit(
@@ -198,7 +198,7 @@ class PackedFormat:
 
     name: str
     kinds: tuple[type[PackedMatrix], ...]
-    numbers_of: Callable[[str], QuantisationScheme | None]
+    scheme_of: Callable[[str], QuantisationScheme | None]
     """Quantisation of a layer by name; None: not quantised."""
     note: str = ""
     """Deviations from the announced format."""
@@ -208,8 +208,8 @@ class PackedFormat:
 
         Also return the names of integer matrices that the config excludes.
         """
-        found: dict[str, PackedMatrix] = {}
-        left_out: list[str] = []
+        matrices: dict[str, PackedMatrix] = {}
+        incomplete: list[str] = []
         for disk in checkpoint.names():
             name, _, suffix = disk.rpartition(".")
             for kind in self.kinds:
@@ -217,13 +217,13 @@ class PackedFormat:
                     continue
                 if len(checkpoint.shape(disk)) != 2:
                     continue
-                if numbers := self.numbers_of(name):
-                    disks = {own: f"{name}.{own}" for own in kind.suffixes}
-                    held = {own: checkpoint.shape(at) for own, at in disks.items() if at in checkpoint}
-                    found[f"{name}.weight"] = kind(name, held, numbers)
+                if numbers := self.scheme_of(name):
+                    paths = {end: f"{name}.{end}" for end in kind.suffixes}
+                    shapes = {end: checkpoint.shape(at) for end, at in paths.items() if at in checkpoint}
+                    matrices[f"{name}.weight"] = kind(name, shapes, numbers)
                 else:
-                    left_out.append(disk)
-        return found, left_out
+                    incomplete.append(disk)
+        return matrices, incomplete
 
 
 def largest(own_NG: Tensor) -> float:
@@ -244,7 +244,7 @@ def read_bits(fields: Fields, *names: str, supported: tuple[int, ...]) -> int:
     """Read the bits per integer."""
     bits = fields.integer(*names)
     if bits not in supported:
-        name = next((own for own in names if own in fields), names[0])
+        name = next((option for option in names if option in fields), names[0])
         fields.refuse(
             name, f"{' or '.join(map(str, supported))} bits, or the checkpoint that was not quantised"
         )
@@ -257,6 +257,6 @@ def read_group(fields: Fields, *names: str) -> int | None:
     if group == -1:
         return None
     if group == 0 or group % GROUP:
-        name = next((own for own in names if own in fields), names[0])
+        name = next((option for option in names if option in fields), names[0])
         fields.refuse(name, f"groups of a multiple of {GROUP} inputs, or -1 for one scale of each output")
     return group

@@ -40,23 +40,23 @@ class PackedInts(PackedMatrix):
     @property
     def shape(self) -> Shape:
         outputs, words = self.held["weight_packed"]
-        return outputs, words * WORD // self.numbers.bits
+        return outputs, words * WORD // self.scheme.bits
 
     def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
-        (outputs, inputs), own = shape, self.numbers
-        found = {
-            "weight_packed": PackedTensorSpec((outputs, own.words(inputs)), ("I32",)),
-            "weight_scale": PackedTensorSpec((outputs, own.groups(inputs)), FLOATS),
+        (outputs, inputs), scheme = shape, self.scheme
+        parts = {
+            "weight_packed": PackedTensorSpec((outputs, scheme.words(inputs)), ("I32",)),
+            "weight_scale": PackedTensorSpec((outputs, scheme.groups(inputs)), FLOATS),
             "weight_shape": PackedTensorSpec((2,), ("I32", "I64")),
         }
-        if not own.symmetric or ZEROS in self.held:
-            found[ZEROS] = PackedTensorSpec((own.words(outputs), own.groups(inputs)), ("I32",))
-        return found
+        if not scheme.symmetric or ZEROS in self.held:
+            parts[ZEROS] = PackedTensorSpec((scheme.words(outputs), scheme.groups(inputs)), ("I32",))
+        return parts
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> UnpackedMatrix:
-        (outputs, inputs), bits = shape, self.numbers.bits
-        if (told := tensors["weight_shape"].tolist()) != list(shape):
-            raise Unfit(f"{self.name}.weight_shape is {told}, config.json makes it {list(shape)}")
+        (outputs, inputs), bits = shape, self.scheme.bits
+        if (stored_shape := tensors["weight_shape"].tolist()) != list(shape):
+            raise Unfit(f"{self.name}.weight_shape is {stored_shape}, config.json makes it {list(shape)}")
         zero_NG = None
         if ZEROS in tensors:
             zero_NG = self.zeros_as_announced(ZEROS, unpack_words(tensors[ZEROS].T, bits).T[:outputs])
@@ -82,19 +82,19 @@ class PlainInts(PackedMatrix):
         return self.held["weight"]
 
     def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
-        by_group = shape[0], self.numbers.groups(shape[1])
-        found = {
+        by_group = shape[0], self.scheme.groups(shape[1])
+        parts = {
             "weight": PackedTensorSpec(shape, ("I8",)),
             "weight_scale": PackedTensorSpec(by_group, FLOATS),
         }
-        if not self.numbers.symmetric or ZEROS in self.held:
-            found[ZEROS] = PackedTensorSpec(by_group, ("I8",))
-        return found
+        if not self.scheme.symmetric or ZEROS in self.held:
+            parts[ZEROS] = PackedTensorSpec(by_group, ("I8",))
+        return parts
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> UnpackedMatrix:
-        number_ND, most = tensors["weight"], 1 << self.numbers.bits - 1
-        if self.numbers.bits < 8 and not -most <= int(number_ND.min()) <= int(number_ND.max()) < most:
-            raise Unfit(f"{self.name}.weight holds numbers of more than {self.numbers.bits} bits")
+        number_ND, bound = tensors["weight"], 1 << self.scheme.bits - 1
+        if self.scheme.bits < 8 and not -bound <= int(number_ND.min()) <= int(number_ND.max()) < bound:
+            raise Unfit(f"{self.name}.weight holds numbers of more than {self.scheme.bits} bits")
         zero_NG = self.zeros_as_announced(ZEROS, tensors[ZEROS]) if ZEROS in tensors else None
         return UnpackedMatrix(number_ND, tensors["weight_scale"], zero_NG)
 
@@ -103,11 +103,11 @@ class _Layers:
     """Layers given by name, by expressions with the prefix re:, or all of them."""
 
     def __init__(self, fields: Fields, field: str) -> None:
-        listed = fields.strings(field) or ()
-        expressions = [own.removeprefix("re:") for own in listed if own.startswith("re:")]
-        self.patterns = [compile_names(fields, field, own) for own in expressions]
-        self.names = frozenset(listed) - {_LINEAR}
-        self.all = _LINEAR in listed
+        targets = fields.strings(field) or ()
+        expressions = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
+        self.patterns = [compile_names(fields, field, target) for target in expressions]
+        self.names = frozenset(targets) - {_LINEAR}
+        self.all = _LINEAR in targets
 
     def match(self, name: str) -> bool:
         """Return whether an expression matches a layer."""
@@ -116,9 +116,9 @@ class _Layers:
 
 def read_format(fields: Fields) -> PackedFormat:
     """Read a config's quantisation format."""
-    forms = f"{PACKED!r} or {PLAIN!r}, or the checkpoint that was not quantised"
+    supported = f"{PACKED!r} or {PLAIN!r}, or the checkpoint that was not quantised"
     if fields.get("format") not in (PACKED, PLAIN, MIXED):
-        fields.refuse("format", forms)
+        fields.refuse("format", supported)
     fields.absent("kv_cache_scheme", "keys and values without scales of their own (null)")
     sparse = fields.within("sparsity_config")
     if sparse.get("format") not in (None, "dense"):
@@ -131,14 +131,14 @@ def read_format(fields: Fields) -> PackedFormat:
     for name in groups.names():
         group = groups.within(name)
         if group.get("format") not in (None, PACKED, PLAIN):
-            group.refuse("format", forms)
+            group.refuse("format", supported)
         rules.append((_Layers(group, "targets"), _numbers(group)))
         if INPUTS in group:
             note = "inputs are rounded to 8 bits in groups of 32, finer than config.json announces"
     if not rules:
         fields.refuse("config_groups", "groups of layers with their targets and weights")
 
-    def numbers_of(name: str) -> QuantisationScheme | None:
+    def scheme_of(name: str) -> QuantisationScheme | None:
         if name in ignored.names or ignored.match(name):
             return None
         # A layer's own name takes precedence over an expression, and that over a class.
@@ -146,7 +146,7 @@ def read_format(fields: Fields) -> PackedFormat:
         found += [numbers for layers, numbers in rules if layers.match(name)]
         return next(iter(found + [numbers for layers, numbers in rules if layers.all]), None)
 
-    return PackedFormat(NAME, (PackedInts, PlainInts), numbers_of, note)
+    return PackedFormat(NAME, (PackedInts, PlainInts), scheme_of, note)
 
 
 def _numbers(group: Fields) -> QuantisationScheme:

@@ -33,13 +33,13 @@ class GgufInts(PlainInts):
     suffixes: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", OFFSET)
 
     def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
-        by_group = PackedTensorSpec((shape[0], self.numbers.groups(shape[1])), ("F16", "F32"))
-        found = {"weight": PackedTensorSpec(shape, ("I8",)), "weight_scale": by_group}
-        return {**found, OFFSET: by_group} if self.numbers.offsets else found
+        by_group = PackedTensorSpec((shape[0], self.scheme.groups(shape[1])), ("F16", "F32"))
+        parts = {"weight": PackedTensorSpec(shape, ("I8",)), "weight_scale": by_group}
+        return {**parts, OFFSET: by_group} if self.scheme.offsets else parts
 
     def narrow(self, scale_NG: Tensor) -> Tensor:
         """Return scales unchanged after a range check: packing rounds them to float16."""
-        is_pair = self.numbers.offsets or self.numbers.group == HALF
+        is_pair = self.scheme.offsets or self.scheme.group == HALF
         if is_pair or sixteen_bits(scale_NG) is None:
             self._check(scale_NG)
         return scale_NG

@@ -37,46 +37,46 @@ class GptqMatrix(PackedMatrix):
 
     marker: ClassVar[str] = "qweight"
     suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
-    less: ClassVar[int] = 0
+    zero_offset: ClassVar[int] = 0
     """Subtracted from zero points before packing."""
 
     @property
     def shape(self) -> Shape:
         rows, outputs = self.held["qweight"]
-        return outputs, rows * WORD // self.numbers.bits
+        return outputs, rows * WORD // self.scheme.bits
 
     def parts(self, shape: Shape) -> Mapping[str, PackedTensorSpec]:
-        (outputs, inputs), own = shape, self.numbers
-        found = {
-            "qweight": PackedTensorSpec((own.words(inputs), outputs), ("I32",)),
-            "qzeros": PackedTensorSpec((own.groups(inputs), own.words(outputs)), ("I32",)),
-            "scales": PackedTensorSpec((own.groups(inputs), outputs), FLOATS),
+        (outputs, inputs), scheme = shape, self.scheme
+        parts = {
+            "qweight": PackedTensorSpec((scheme.words(inputs), outputs), ("I32",)),
+            "qzeros": PackedTensorSpec((scheme.groups(inputs), scheme.words(outputs)), ("I32",)),
+            "scales": PackedTensorSpec((scheme.groups(inputs), outputs), FLOATS),
         }
-        is_needed = own.listed and own.groups(inputs) > 1
-        listed = (
+        is_needed = scheme.listed and scheme.groups(inputs) > 1
+        order = (
             {"g_idx": PackedTensorSpec((inputs,), ("I32", "I64"))}
             if is_needed or "g_idx" in self.held
             else {}
         )
-        return found | listed
+        return parts | order
 
     def unpack(self, shape: Shape, tensors: Mapping[str, Tensor]) -> UnpackedMatrix:
-        (outputs, inputs), own = shape, self.numbers
+        (outputs, inputs), scheme = shape, self.scheme
         self._refuse_order(tensors.get("g_idx"), inputs)
-        number_ND = unpack_words(tensors["qweight"].T, own.bits)[:, :inputs].contiguous()
-        zero_NG = unpack_words(tensors["qzeros"], own.bits)[:, :outputs].T
-        if self.less:
-            last = (1 << own.bits) - 1
-            if bool((zero_NG == last - (1 << own.bits - 1)).any()):
+        number_ND = unpack_words(tensors["qweight"].T, scheme.bits)[:, :inputs].contiguous()
+        zero_NG = unpack_words(tensors["qzeros"], scheme.bits)[:, :outputs].T
+        if self.zero_offset:
+            last = (1 << scheme.bits) - 1
+            if bool((zero_NG == last - (1 << scheme.bits - 1)).any()):
                 raise Unfit(
                     f"{self.name}.qzeros holds {last}, one more than which is {last + 1} to some readers and "
                     "0 to others; specdec needs it in checkpoint_format 'gptq_v2'"
                 )
-            zero_NG = zero_NG + self.less
+            zero_NG = zero_NG + self.zero_offset
         return UnpackedMatrix(number_ND, tensors["scales"].T, self.zeros_as_announced("qzeros", zero_NG))
 
     def _refuse_order(self, g_idx: Tensor | None, inputs: int) -> None:
-        group = self.numbers.group or inputs
+        group = self.scheme.group or inputs
         if g_idx is not None and not torch.equal(g_idx.long().cpu(), torch.arange(inputs) // group):
             raise Unfit(
                 f"{self.name}.g_idx puts inputs into groups out of their order (desc_act); specdec needs a "
@@ -86,7 +86,7 @@ class GptqMatrix(PackedMatrix):
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrixV1(GptqMatrix):
-    less: ClassVar[int] = 1
+    zero_offset: ClassVar[int] = 1
 
 
 def read_format(fields: Fields) -> PackedFormat:
@@ -98,11 +98,11 @@ def read_format(fields: Fields) -> PackedFormat:
     default = _numbers(fields)
     rules = _dynamic(fields, default)
 
-    def numbers_of(name: str) -> QuantisationScheme | None:
+    def scheme_of(name: str) -> QuantisationScheme | None:
         return next((own for pattern, own in rules if pattern.match(name)), default)
 
     kind = GptqMatrix if fields.get("checkpoint_format", "format") == "gptq_v2" else GptqMatrixV1
-    return PackedFormat(NAME, (kind,), numbers_of)
+    return PackedFormat(NAME, (kind,), scheme_of)
 
 
 def _numbers(fields: Fields, default: QuantisationScheme | None = None) -> QuantisationScheme:
@@ -120,10 +120,10 @@ def _numbers(fields: Fields, default: QuantisationScheme | None = None) -> Quant
 def _dynamic(
     fields: Fields, default: QuantisationScheme
 ) -> list[tuple[re.Pattern[str], QuantisationScheme | None]]:
-    """Read per-layer overrides; those that disable quantisation come first."""
+    """Read per-layer overrides, exclusions first."""
     dynamic = fields.within("dynamic")
-    found: list[tuple[re.Pattern[str], QuantisationScheme | None]] = []
+    rules: list[tuple[re.Pattern[str], QuantisationScheme | None]] = []
     for rule in dynamic.names():
         pattern = compile_names(dynamic, rule, rule.removeprefix("-:").removeprefix("+:"))
-        found.append((pattern, None if rule.startswith("-:") else _numbers(dynamic.within(rule), default)))
-    return sorted(found, key=lambda own: own[1] is not None)
+        rules.append((pattern, None if rule.startswith("-:") else _numbers(dynamic.within(rule), default)))
+    return sorted(rules, key=lambda own: own[1] is not None)

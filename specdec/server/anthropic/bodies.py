@@ -174,7 +174,7 @@ class CountBody(Dialect):
     }
 
     messages: Many[AnthropicMessage] = Field(min_length=1)
-    system: Texts | None = Field(None, description="the system message: a text, or blocks of type text")
+    system: Texts | None = Field(None, description="the system message: a string, or blocks of type text")
     max_tokens: int | None = None
     stop_sequences: Many[str] | None = None
     thinking: ThinkingConfig | None = None

@@ -148,7 +148,9 @@ async def opened(
         )
         stack.push_async_callback(peers.stop)
         prefix_log = CachedPrefixLog(CachedPrefixHashes(transfers).now, epoch=name)
-        channel = Channel(leases, channel_app(leases, role.secret, agents=handshake.agents, kept=prefix_log))
+        channel = Channel(
+            leases, channel_app(leases, role.secret, agents=handshake.agents, prefix_log=prefix_log)
+        )
         stack.push_async_callback(channel.stop)
         host, port = config.reach_host, (await channel.start(config.reach_host, config.reach_port)).port
         logger.info("role %s: other servers reach this one at %s port %d", role.role, host, port)

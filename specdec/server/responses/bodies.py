@@ -98,7 +98,7 @@ class ResponseBody(Dialect):
     }
 
     input: Annotated[Annotated[str, Tag("str")] | Annotated[Many[Item], Tag("list")], EITHER] = Field(
-        description="a text, or items"
+        description="a string, or items"
     )
     instructions: str | None = Field(None, description="the system message, for this request only")
     previous_response_id: str | None = Field(

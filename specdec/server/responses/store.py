@@ -78,7 +78,7 @@ class ResponseStore:
                 self._drop(largest, next(iter(self._by_caller[largest].entries)))
 
     def get(self, caller: str, name: str) -> StoredResponse:
-        """Return a caller's response; raise if unknown, which includes those of others."""
+        """Return a caller's response; raise if it is unknown or another caller's."""
         with self._lock:
             stored = self._find(caller, name, None)
             self._use(self._by_caller[caller], name)

@@ -25,7 +25,7 @@ INPUT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""Parameters of a custom tool: a text."""
+"""Parameters of a custom tool: a string."""
 
 
 class FunctionTool(Function):
@@ -33,7 +33,7 @@ class FunctionTool(Function):
 
 
 class CustomTool(BaseModel):
-    """A tool that takes a text; the model sees a function with one parameter, `input`."""
+    """A tool that takes a string; the model sees a function with one parameter, `input`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -60,7 +60,7 @@ Leaf = Annotated[Own | Annotated[HostedTool, Tag("built_in")], Discriminator(_ty
 
 
 class ToolNamespace(BaseModel):
-    """A group of tools, such as those of an MCP server."""
+    """A group of tools, such as an MCP server's."""
 
     model_config = ConfigDict(extra="allow")
 

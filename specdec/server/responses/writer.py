@@ -113,7 +113,7 @@ class ResponseWriter(BlockWriter):
         return self._of(block, f"response.{name}.{stage}", part=self._part(block, text))
 
     def _of_text(self, block: AnswerBlock, stage: str, **fields: Any) -> Json:
-        """Return the event of a text in an item."""
+        """Return the event of an item's text."""
         if block.kind == "call":
             is_custom = self._toolbox.called(block.name).is_custom
             name = "custom_tool_call_input" if is_custom else "function_call_arguments"
@@ -204,7 +204,7 @@ def _usage(usage: Usage) -> Json:
 
 
 def _input(arguments: str) -> str:
-    """Return a custom tool's input; arguments without a valid input are returned as they are."""
+    """Return a custom tool's input; arguments without a valid input are returned unchanged."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -47,12 +47,12 @@ export class Answer {
 
   take({ delta, text, pieces, origins, finish_reason }) {
     const thought = delta?.reasoning_content ?? delta?.reasoning ?? "";
-    const said = text ?? delta?.content ?? "";
+    const added = text ?? delta?.content ?? "";
     if (thought) this.thinkingMs ??= performance.now();
     this.reasoning += thought;
-    if (said) this.rest();
-    this.text += said;
-    this.pieces.push(...pieces ?? (thought || said ? [[thought + said, 0]] : []));
+    if (added) this.rest();
+    this.text += added;
+    this.pieces.push(...pieces ?? (thought || added ? [[thought + added, 0]] : []));
     this.finish = finish_reason ?? this.finish;
     this.tally.add(origins ?? []);
   }

@@ -62,7 +62,7 @@ async function reach(path, options) {
 
 async function refusal(response) {
   const { error } = await response.json().catch(() => ({}));
-  const says = error?.message ?? `The server answered ${response.status}.`;
+  const message = error?.message ?? `The server answered ${response.status}.`;
   const after = response.headers.get("Retry-After");
   const again = after ? ` Try again in ${after} s.` : " Try again later.";
   switch (response.status) {
@@ -71,8 +71,8 @@ async function refusal(response) {
     case 429:
       return new Trouble(`The server is busy.${again}`, { status: 429 });
     case 503:
-      return new Trouble(`${says}${after ? again : ""}`, { status: 503 });
+      return new Trouble(`${message}${after ? again : ""}`, { status: 503 });
     default:
-      return new Trouble(says, { field: error?.param, status: response.status });
+      return new Trouble(message, { field: error?.param, status: response.status });
   }
 }

@@ -12,14 +12,14 @@ export function openStorage() {
     localStorage.getItem(PREFIX);
     return localStorage;
   } catch {
-    const kept = new Map();
+    const entries = new Map();
     return {
       isFleeting: true,
-      get length() { return kept.size; },
-      key: (at) => [...kept.keys()][at],
-      getItem: (name) => kept.get(name) ?? null,
-      setItem: (name, value) => { kept.set(name, value); },
-      removeItem: (name) => { kept.delete(name); },
+      get length() { return entries.size; },
+      key: (at) => [...entries.keys()][at],
+      getItem: (name) => entries.get(name) ?? null,
+      setItem: (name, value) => { entries.set(name, value); },
+      removeItem: (name) => { entries.delete(name); },
     };
   }
 }

@@ -94,10 +94,10 @@ function list() {
 
 /** Store a conversation, unless it is empty or was deleted. A deleted one that is shown is stored again with its next
     question. */
-function keep(own) {
-  if (own.isGone || own.isEmpty) return;
+function keep(chat) {
+  if (chat.isGone || chat.isEmpty) return;
   try {
-    const gone = history.save(own);
+    const gone = history.save(chat);
     if (gone) notice(`Deleted the ${gone === 1 ? "oldest conversation" : `${gone} oldest conversations`} to make room for this one.`);
   } catch (error) {
     if (!(error instanceof Trouble)) throw error;
@@ -131,14 +131,14 @@ function manage(id) {
   title.value = shown.title;
   find("manage-form").onsubmit = ({ submitter }) => {
     dialog.close();  // before the list is rebuilt: the focus returns to its button
-    const own = held(id), kind = submitter.value;
-    if (!own) return;
-    if (title.value !== own.title) {
-      own.name = title.value.trim();
-      keep(own);
+    const chat = held(id), kind = submitter.value;
+    if (!chat) return;
+    if (title.value !== chat.title) {
+      chat.name = title.value.trim();
+      keep(chat);
     }
-    if (kind === "md") download(own.title, "md", asMarkdown(own, field("system").value));
-    if (kind === "json") download(own.title, "json", asJson(own, field("system").value));
+    if (kind === "md") download(chat.title, "md", asMarkdown(chat, field("system").value));
+    if (kind === "json") download(chat.title, "json", asJson(chat, field("system").value));
   };
   dialog.showModal();
 }
@@ -174,20 +174,20 @@ function ask(words, exchange) {
   if (running || !words.trim()) return false;
   const fields = readFields();
   if (!fields) return false;
-  const own = conversation, before = [...own.exchanges];
+  const chat = conversation, before = [...chat.exchanges];
   const at = exchange && before.indexOf(exchange);
-  own.isGone = false;
-  answer(own.ask(words, at), { fields });
-  const dropped = before.length - own.exchanges.length;
-  if (dropped > 0) notice(`${dropped} later ${dropped === 1 ? "message was" : "messages were"} dropped. `, { label: "Undo", do: () => restore(own, before) });
+  chat.isGone = false;
+  answer(chat.ask(words, at), { fields });
+  const dropped = before.length - chat.exchanges.length;
+  if (dropped > 0) notice(`${dropped} later ${dropped === 1 ? "message was" : "messages were"} dropped. `, { label: "Undo", do: () => restore(chat, before) });
   return true;
 }
 
-function restore(own, exchanges) {
+function restore(chat, exchanges) {
   running?.abort();
-  own.exchanges = exchanges;
-  keep(own);
-  if (own === conversation) render();
+  chat.exchanges = exchanges;
+  keep(chat);
+  if (chat === conversation) render();
 }
 
 /** Return the settings as request fields, or null after showing what is invalid. */
@@ -204,14 +204,14 @@ function readFields() {
 /** Answer an exchange's question; `goesOn`: continue its text. */
 async function answer(exchange, { fields = readFields(), goesOn = false }) {
   if (!fields || running) return;
-  const own = conversation, { answer } = exchange;
-  const { path, body } = settings.request(own, exchange, fields, { goesOn });
+  const chat = conversation, { answer } = exchange;
+  const { path, body } = settings.request(chat, exchange, fields, { goesOn });
   comparison.clear();
   drafts.clear();
   updateControls();
   let frame = 0;
   // The view may have been rebuilt, and another conversation may be shown.
-  const update = () => { if (own === conversation) thread.views[own.exchanges.indexOf(exchange)]?.update(); };
+  const update = () => { if (chat === conversation) thread.views[chat.exchanges.indexOf(exchange)]?.update(); };
   await attempt(async (options) => {
     const wanted = { path, body: showsTokens() ? { ...body, return_drafts: true } : body };
     const written = answer.run(wanted, options, (choice) => {
@@ -219,8 +219,8 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
       frame ||= requestAnimationFrame(() => { frame = 0; update(); });
     });
     thread.put(exchange);
-    if (exchange === own.last) follower.toEnd();
-    keep(own);
+    if (exchange === chat.last) follower.toEnd();
+    keep(chat);
     try {
       await written;
       const { size, drafts: gave } = summary(answer.tally, { speculate: body.speculate, drafters: models.served?.drafters });
@@ -230,8 +230,8 @@ async function answer(exchange, { fields = readFields(), goesOn = false }) {
     } finally {
       cancelAnimationFrame(frame);
       update();
-      if (own === conversation) drafts.refresh();
-      keep(own);
+      if (chat === conversation) drafts.refresh();
+      keep(chat);
     }
   });
 }
@@ -258,10 +258,10 @@ async function compare() {
   const asked = isNew ? { question: prompt.value, answer: new Answer() } : conversation.last;
   const copy = new Conversation({ mode: conversation.mode });
   copy.exchanges = isNew ? [...conversation.exchanges, asked] : conversation.exchanges;
-  const own = conversation;
+  const chat = conversation;
   await attempt(async (options) => {
-    const tell = (says) => { if (own === conversation) notice(says); };
-    const hold = (element) => { if (own === conversation) follower.hold(element); };
+    const tell = (says) => { if (chat === conversation) notice(says); };
+    const hold = (element) => { if (chat === conversation) follower.hold(element); };
     find("welcome").hidden = true;
     drafts.compared();
     try {
@@ -277,14 +277,14 @@ async function compare() {
 
 /** Run one abortable task at a time; meanwhile show the state of a model that must be loaded first. */
 async function attempt(work) {
-  const own = running = new AbortController();
+  const controller = running = new AbortController();
   const looking = models.isWarm ? 0 : setInterval(() => models.isWarm ? clearInterval(looking) : refreshServed(), LOOK_MS);
   busy(true);
   try {
-    await work({ key: key(), signal: own.signal });
+    await work({ key: key(), signal: controller.signal });
   } finally {
     clearInterval(looking);
-    if (running === own) {
+    if (running === controller) {
       running = null;
       busy(false);
       refreshServed();

@@ -20,8 +20,8 @@ export class Settings {
     this.fault = document.getElementById("fault");
     /** Request fields for settings that are empty. */
     this.defaults = {};
-    const own = [...this.dialog.querySelectorAll("input, select, textarea")].filter(({ id }) => id !== "key");
-    this.kept = [...own, field("view"), field("speculate")];
+    const inputs = [...this.dialog.querySelectorAll("input, select, textarea")].filter(({ id }) => id !== "key");
+    this.saved = [...inputs, field("view"), field("speculate")];
     this.recall();
     this.dialog.addEventListener("change", () => this.keep());
     // The event is delayed: an error may have reopened the dialog by then.
@@ -77,7 +77,7 @@ export class Settings {
   holds(name) { return Boolean(name && this.dialog.contains(field(name))); }
 
   keep() {
-    const values = this.kept.map((input) => [input.id, input.type === "checkbox" ? input.checked : input.value]);
+    const values = this.saved.map((input) => [input.id, input.type === "checkbox" ? input.checked : input.value]);
     try {
       this.storage.setItem(KEPT, JSON.stringify(Object.fromEntries(values)));
     } catch { /* a full storage keeps the conversations; the settings last as long as the page */ }
@@ -90,7 +90,7 @@ export class Settings {
     } catch {
       return;
     }
-    for (const input of this.kept) {
+    for (const input of this.saved) {
       if (!(input.id in values)) continue;
       if (input.type === "checkbox") input.checked = values[input.id] === true;
       else input.value = String(values[input.id]);

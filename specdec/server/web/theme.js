@@ -4,9 +4,9 @@
   const THEMES = ["system", "light", "dark"];
   const root = document.documentElement;
   // If storage is unavailable the choice lasts as long as the page.
-  const kept = { get: () => { try { return localStorage.getItem("theme"); } catch { return null; } },
+  const saved = { get: () => { try { return localStorage.getItem("theme"); } catch { return null; } },
     set: (name) => { try { localStorage.setItem("theme", name); } catch { /* kept nowhere */ } } };
-  let theme = THEMES.includes(kept.get()) ? kept.get() : "system";
+  let theme = THEMES.includes(saved.get()) ? saved.get() : "system";
 
   function show(button) {
     if (theme === "system") delete root.dataset.theme;
@@ -20,7 +20,7 @@
     show(button);
     button.addEventListener("click", () => {
       theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-      kept.set(theme);
+      saved.set(theme);
       show(button);
     });
   });

@@ -35,13 +35,13 @@ export class Thread {
     const at = this.conversation.exchanges.indexOf(exchange);
     while (this.box.children.length > at) this.box.lastElementChild.remove();
     this.views.splice(at, Infinity);
-    for (const own of this.conversation.exchanges.slice(at)) this.add(own);
+    for (const exchange of this.conversation.exchanges.slice(at)) this.add(exchange);
   }
 
   add(exchange) {
     const { actions, conversation, showsTokens } = this;
     const { question, answer } = exchange;
-    const own = {
+    const handlers = {
       again: () => actions.again(exchange),
       goOn: () => actions.goOn(exchange),
       says: SAYS[conversation.mode],
@@ -49,9 +49,9 @@ export class Thread {
       mend: actions.mend,
     };
     const prompt = conversation.isChat ? null : question;
-    const view = new AnswerView(answer, { showsTokens, prompt, actions: own });
+    const view = new AnswerView(answer, { showsTokens, prompt, actions: handlers });
     this.box.append(make("section", { className: "exchange" },
-      questionView(question, { edit: (words) => actions.edit(exchange, words), says: own.says.edit }), view.element));
+      questionView(question, { edit: (words) => actions.edit(exchange, words), says: handlers.says.edit }), view.element));
     this.views.push(view);
   }
 }

@@ -16,8 +16,8 @@ export function visible(text) {
 /** Compute node positions: column by depth, row by branch; the model's own token is last. */
 export function layout({ texts, parents, accepted, bonus }) {
   const lit = new Set(accepted);
-  const nodes = texts.map((text, i) => ({ text, parent: parents[i], lit: lit.has(i), own: false, below: [] }));
-  if (bonus) nodes.push({ text: bonus.text, parent: accepted.at(-1) ?? 0, lit: true, own: true, below: [] });
+  const nodes = texts.map((text, i) => ({ text, parent: parents[i], lit: lit.has(i), isBonus: false, below: [] }));
+  if (bonus) nodes.push({ text: bonus.text, parent: accepted.at(-1) ?? 0, lit: true, isBonus: true, below: [] });
   const widths = [];
   for (const node of nodes) {
     node.depth = node.parent < 0 ? 0 : nodes[node.parent].depth + 1;
@@ -51,7 +51,7 @@ export function draw(svg, draft) {
   const edges = [], boxes = [];
   for (const [i, node] of nodes.entries()) {
     const name = node.lit ? "lit" : node.parent < 0 ? "root" : "rest";
-    const about = { class: name, ...(node.lit && { "data-origin": node.own ? 0 : node.depth }) };
+    const about = { class: name, ...(node.lit && { "data-origin": node.isBonus ? 0 : node.depth }) };
     const box = make("g", about);
     box.style.setProperty("--level", node.depth);
     const text = make("text", { x: node.x + node.width / 2, y: node.y + 4, "text-anchor": "middle" });
@@ -76,8 +76,8 @@ export function draw(svg, draft) {
 
 export function describe({ texts, accepted, bonus }) {
   const path = accepted.map((node) => JSON.stringify(texts[node])).join(", ");
-  const own = bonus ? `; the model's own token: ${JSON.stringify(bonus.text)}` : "";
-  return `After ${JSON.stringify(texts[0])}: ${texts.length - 1} drafted, ${accepted.length} accepted${path && ` (${path})`}${own}`;
+  const bonusNote = bonus ? `; the model's own token: ${JSON.stringify(bonus.text)}` : "";
+  return `After ${JSON.stringify(texts[0])}: ${texts.length - 1} drafted, ${accepted.length} accepted${path && ` (${path})`}${bonusNote}`;
 }
 
 function make(tag, attributes) {

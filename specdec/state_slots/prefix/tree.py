@@ -129,7 +129,7 @@ class PrefixTree:
         return node if position == node.end else self._split(node, position)
 
     def grow(self, node: PrefixNode, ids: Ids, table: list[int]) -> PrefixNode:
-        """Extend a node: `ids` and `table` are those of the whole prefix.
+        """Extend a node: `ids` and `table` cover the whole prefix.
 
         A leaf without a state becomes longer; any other node gets a child.
         """

@@ -94,7 +94,7 @@ class ThinkingState(NamedTuple):
     tail: tuple[str, ...] = ()
     """The last tokens' texts, as many as may belong to a marker."""
     spent: int = 0
-    """Thinking tokens so far, including those of the tail until they complete the end marker."""
+    """Thinking tokens so far, including a partial end marker's."""
 
 
 OVER = ThinkingState(ThinkingPhase.OVER)

@@ -283,7 +283,7 @@ def test_engines_share_weights_and_give_way(agreeing: Path) -> None:
 def test_a_quantised_copy_drafts_for_its_model(bench: Bench, agreeing: Path, capsys: Capture) -> None:
     asked = [CHAIN, Drafting("self-int4", DraftShape(3, 1, 4)), Drafting("self-int4", DraftShape(2, 1, 3))]
     engines = EngineCache(agreeing, EngineConfig(max_model_len=64, max_running=2), asked, None)
-    head, *copied = (engines.open(own) for own in engines.draftings)
+    head, *copied = (engines.open(drafting) for drafting in engines.draftings)
     assert head.network is not copied[0].network and copied[0].network is copied[1].network
     drafters = [own.loop.speculation.planned for own in copied]
     assert isinstance(drafters[0], RoundedDrafter) and isinstance(drafters[1], RoundedDrafter)

@@ -40,9 +40,9 @@ def requests() -> RequestBodies:
 @asynccontextmanager
 async def served(*engines: Engine) -> AsyncIterator[tuple[aiohttp.ClientSession, list[str]]]:
     async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(TestServer(own.app())) for own in engines]
+        servers = [await stack.enter_async_context(TestServer(engine.app())) for engine in engines]
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        yield session, [str(own.make_url("")).rstrip("/") for own in servers]
+        yield session, [str(server.make_url("")).rstrip("/") for server in servers]
 
 
 def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -73,7 +73,7 @@ def test_plain_engines_take_turns() -> None:
                 assert (await way.ask(session, {"prompt": [1, 2]})).text == "abc"
 
     run(work)
-    assert [len(own.bodies) for own in engines] == [2, 2]
+    assert [len(engine.bodies) for engine in engines] == [2, 2]
 
 
 def test_the_vllm_route_passes_on_the_prefill_instances_answer() -> None:

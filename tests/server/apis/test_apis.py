@@ -133,7 +133,7 @@ def test_a_conversation_with_tools_is_the_same_in_each(
     message = claude_answers(claude, stream=stream, messages=[{"role": "user", "content": ASK}], **blocks)
     thinking, text, *uses = message.content
     assert told[:2] == (thinking.thinking, text.text) and message.stop_reason == "tool_use"
-    assert [own.input for own in uses] == [json.loads(own) for own in calls]
+    assert [use.input for use in uses] == [json.loads(own) for own in calls]
 
     # Tool results are sent back: with the whole conversation, by the stored response, and as blocks.
     chat += [answer]
@@ -395,7 +395,7 @@ def test_errors_have_the_format_of_the_api(
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"system": [{"type": "text"}]}, "system.0: a part of type 'text' lacks its text; give it."),
-        ({"system": {"text": "a"}}, "system: give a text, or a list of parts."),
+        ({"system": {"text": "a"}}, "system: give a string, or a list of parts."),
         ({"messages": [{**turn[0], "images": ["x"]}]}, "messages.0: images is not supported"),
         ({"cache_control": {"type": "ephemeral", "ttl": "9d"}}, "cache_control.ttl"),
     ]
@@ -417,7 +417,7 @@ def test_errors_have_the_format_of_the_api(
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": "a", "images": ["x"]}]}, "input.0: images is not supported"),
-        ({"input": [{**result, "output": {"a": 1}}]}, "input.0.output: give a text, or a list of parts."),
+        ({"input": [{**result, "output": {"a": 1}}]}, "input.0.output: give a string, or a list of parts."),
         (
             {"input": [{**result, "output": [{"type": "input_text"}]}], "previous_response_id": made},
             "input.0: a part of type 'input_text' lacks its text; give it.",
@@ -488,7 +488,7 @@ def test_an_invalid_schema_is_named_by_each_apis_field(live: Live, schema: Any, 
 
 def test_models_are_described_to_each_client(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     for models in (client.models.list(), claude.models.list(limit=1)):
-        assert [own.id for own in models] == ["scripted"]
+        assert [model.id for model in models] == ["scripted"]
     found = claude.models.retrieve("scripted")
     assert (found.type, found.display_name) == ("model", "scripted") and found.created_at.year > 2024
     with pytest.raises(anthropic.NotFoundError) as caught:

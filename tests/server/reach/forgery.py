@@ -113,7 +113,7 @@ def swapped_id(ground: Ground, rng: random.Random, salts: Iterator[str]) -> Body
     """Keep the MACs, and swap what they authenticate."""
     params = copy.deepcopy(ground.params)
     leases = params["specdec"]["leases"]
-    ids = [own["lease"] for own in leases]
+    ids = [lease["lease"] for lease in leases]
     for own, id in zip(leases, ids[1:] + ids[:1], strict=True):
         own["lease"] = id
     return _of(ground, params)

@@ -64,7 +64,7 @@ def of_caller(engine: SpecEngine, caller: str, count: int) -> list[PreparedPromp
 def ask(lender: Lender) -> OpenRequest:
     prompt = PrefixIdentity.of(IDS[:-1])
     return OpenRequest(
-        engine=lender.book.engine, hash=prompt.hash, length=prompt.length, have=0, reader=new_id()
+        engine=lender.book.engine, hash=prompt.hash, length=prompt.length, num_cached=0, reader=new_id()
     )
 
 

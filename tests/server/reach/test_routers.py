@@ -99,8 +99,8 @@ def test_chat(alone: openai.OpenAI, routed: openai.OpenAI, n: int) -> None:
     body = {"model": "tiny", "messages": messages, "max_tokens": 24, "temperature": 0.8, "seed": 3, "n": n}
     answer = routed.chat.completions.create(**body)
     expected = alone.chat.completions.create(**body)
-    assert [own.message.content for own in answer.choices] == [
-        own.message.content for own in expected.choices
+    assert [choice.message.content for choice in answer.choices] == [
+        choice.message.content for choice in expected.choices
     ]
     assert is_fetched(answer.usage)
 

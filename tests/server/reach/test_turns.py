@@ -159,7 +159,12 @@ def test_several_prompts_have_separate_lengths(trio: Trio) -> None:
     body = completion([], temperature=0) | {"prompt": [longer[0], [7], longer[1], ids[::-1]]}
     known, read, _ = turn(trio, COMPLETIONS, body)
     leases = known["kv_transfer_params"]["specdec"]["leases"]
-    assert [own and own["tokens"] for own in leases] == [len(longer[0]) - 2, None, len(longer[1]) - 2, None]
+    assert [lease and lease["tokens"] for lease in leases] == [
+        len(longer[0]) - 2,
+        None,
+        len(longer[1]) - 2,
+        None,
+    ]
     assert len(read["kv_transfer_params"]["specdec"]["leases"]) == 4
 
 

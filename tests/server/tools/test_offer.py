@@ -136,7 +136,7 @@ def forced(name: str) -> tuple[ToolOffer, str]:
     """Return an offer that requires calls, and an answer with two."""
     parameters = {"properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}
     functions = [{"name": own, "parameters": parameters} for own in ("f", "g")]
-    tools = [Tool.model_validate({"type": "function", "function": own}) for own in functions]
+    tools = [Tool.model_validate({"type": "function", "function": function}) for function in functions]
     offer = make_offer(tools, "required", parallel=True, form=CALL_FORMATS[name])
     assert offer and offer.structure
     own = json.loads(ARGUMENTS)
@@ -152,7 +152,7 @@ def test_a_truncated_required_call_has_only_complete_values(name: str) -> None:
         message = ChatAnswer(ExpectedContent(offer=offer)).message(replace(last, text=text[:at]))
         calls = message.get("tool_calls", [])
         assert not message["content"]
-        assert [own["function"]["name"] for own in calls] == ["f", "g"][: len(calls)]
+        assert [call["function"]["name"] for call in calls] == ["f", "g"][: len(calls)]
         for own in calls:
             arguments = own["function"]["arguments"]
             assert ARGUMENTS.startswith(arguments)
@@ -162,7 +162,7 @@ def test_a_truncated_required_call_has_only_complete_values(name: str) -> None:
         parts += streamed.parts(last)
         assert not any(part.get("content") for part in parts)
         pieces = [own["function"]["arguments"] for part in parts for own in part["tool_calls"]]
-        assert "".join(pieces) == "".join(own["function"]["arguments"] for own in calls)
+        assert "".join(pieces) == "".join(call["function"]["arguments"] for call in calls)
     assert len(calls) == 2
 
 

@@ -19,7 +19,7 @@ def views(arena: Arena) -> tuple[Views, Views]:
     """Return an arena's blocks by layer, and its states' parts."""
     memories = [arena.recurrent(layer) for layer in range(len(arena.layout.states))]
     pages = [arena.pages(layer).numpy() for layer in range(len(arena.layout.kv))]
-    return pages, [part.numpy() for own in memories for part in (own.state_SHKW, own.window_SIC)]
+    return pages, [part.numpy() for memory in memories for part in (memory.state_SHKW, memory.window_SIC)]
 
 
 def names(text: Sequence[int]) -> NDArray[np.float32]:

@@ -120,8 +120,8 @@ class Trial:
 
     def move_blocks(self, moved: Mapping[int, int], owners: Set[Owner]) -> None:
         """Update the readers' tables after a move of blocks, as the loop does."""
-        for own in self.readers:
-            own.table = [moved.get(block, block) for block in own.table]
+        for reader in self.readers:
+            reader.table = [moved.get(block, block) for block in reader.table]
         move_blocks(moved, owners)
         self.did["moved"] += len(moved)
 
@@ -236,7 +236,7 @@ class Trial:
 
     def end(self) -> None:
         """End a request whose prefill is complete: its state serves later requests."""
-        over = [own for own in self.readers if own.read >= own.asked]
+        over = [reader for reader in self.readers if reader.read >= reader.asked]
         if not over:
             return
         own = self.random.choice(over)
@@ -311,7 +311,9 @@ class Trial:
 
     def prove(self) -> None:
         """Check every byte of the tree's prefixes, and of each request's."""
-        self.cache.check([own.lease for own in self.readers], [*OTHERS, *(r.number for r in self.readers)])
+        self.cache.check(
+            [reader.lease for reader in self.readers], [*OTHERS, *(r.number for r in self.readers)]
+        )
         self._prove_tier(self.cache, self.pages, self.states)
         if self.cache.lower:
             self._prove_tier(self.cache.lower, *views(self.cache.lower.arena))
@@ -330,8 +332,8 @@ class Trial:
                 self._check_state(node.state, whole, states)
 
     def drain(self) -> None:
-        for own in list(self.readers):
-            self._leave(own)
+        for reader in list(self.readers):
+            self._leave(reader)
         for name in OTHERS:
             self.arena.release_owner(name)
         self.prove()
@@ -341,7 +343,7 @@ class Trial:
 
     def _prompt(self) -> list[int]:
         """Draw a prompt that shares a prefix of any length with a cached or running text."""
-        known = [*self.texts, *(own.text for own in self.readers)]
+        known = [*self.texts, *(reader.text for reader in self.readers)]
         stem = self.random.choice(known) if known and self.random.random() < 0.9 else []
         cut = self.random.choice([len(stem), self.random.randrange(len(stem) + 1)])
         fresh = self.random.choice([1, 2, 3, 5, 8, 20])

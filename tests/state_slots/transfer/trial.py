@@ -42,7 +42,7 @@ class Rank:
         """Return views of all layers in these slots."""
         pages, recurrent = page_views(self.data, self.layout), recurrent_views(self.data, self.layout)
         states = [part[self.state] for own in recurrent for part in (own.state_SHKW, own.window_SIC)]
-        return [own[block] for block in self.blocks for own in pages] + states
+        return [page[block] for block in self.blocks for page in pages] + states
 
     def fill(self, whole: "Rank") -> None:
         """Fill the slots with this rank's slices of a whole model's memory."""

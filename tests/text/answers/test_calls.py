@@ -472,7 +472,7 @@ def test_long_arguments_are_read_once(name: str) -> None:
             read += len(reader._source.text)
         events += reader.finish(cut=False)
         assert json.loads(
-            "".join(own.text for own in events if isinstance(own, ArgumentsDelta))
+            "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
         ) == json.loads(sent)
         assert len(events) <= len(whole) // piece + 4
         waits.append(read)

@@ -93,7 +93,7 @@ class EnginePair:
                 yield AnswerPair(prompt, off, on)
 
     def check(self, pair: AnswerPair) -> None:
-        """Raise if the prefix cache changed a text, unless the dtype's rounding can explain it."""
+        """Raise if the prefix cache changed an output, unless the dtype's rounding can explain it."""
         model = self.off.model
         if not pair.differs or model.settings.dtype not in EXACT:
             return
