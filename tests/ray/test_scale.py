@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 
-from specdec.ray.scale import CALM_S, scale, wanted_share
+from specdec.ray.scale import Scale, wanted_share
+from specdec.ray.settings import RayApp
+from tests.ray.live import needs_ray
+
+CALM_S = 45.0
 
 
 def decide(
@@ -19,7 +23,7 @@ def decide(
         capacity_adjusted_min_replicas=least,
         capacity_adjusted_max_replicas=most,
     )
-    return scale(context)
+    return Scale(CALM_S)(context)
 
 
 @pytest.mark.parametrize(
@@ -57,4 +61,31 @@ def test_without_reports_the_number_stays() -> None:
         capacity_adjusted_min_replicas=1,
         capacity_adjusted_max_replicas=2,
     )
-    assert scale(context) == (1, {})
+    assert Scale(CALM_S)(context) == (1, {})
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_deployments_ask_ray_for_what_a_replica_needs() -> None:
+    from specdec.ray.deployments import build
+
+    def deployments(**given: object) -> dict[str, Any]:
+        app = build(RayApp.of({"model": "tiny", "num-cpus": 2, **given}))
+        found, todo = {}, [app._bound_deployment]
+        for own in todo:
+            found[own.name] = own
+            todo += [arg._bound_deployment for arg in own.init_args if hasattr(arg, "_bound_deployment")]
+        return found
+
+    engine = deployments(**{"num-gpus": 2, "num-replicas": 3})["Engine"]
+    assert engine.num_replicas == 3 and engine.ray_actor_options["num_gpus"] == 2
+    assert engine.ray_actor_options["num_cpus"] == 2
+    # One actor has all GPUs of a replica, so they are on one node without a placement group.
+    assert engine._replica_config.placement_group_bundles is None
+    scaled = deployments(**{"max-replicas": 4, "scale-down-delay": 7})["Engine"]._deployment_config
+    assert scaled.autoscaling_config.min_replicas == 1 and scaled.autoscaling_config.max_replicas == 4
+    policy = scaled.autoscaling_config.policy.get_policy()(**scaled.autoscaling_config.policy.policy_kwargs)
+    assert isinstance(policy, Scale)
+    pair = deployments(prefill=1, decode=2, **{"num-gpus": 1})
+    assert {name: own.num_replicas for name, own in pair.items()} == {"Ingress": 1, "Prefill": 1, "Decode": 2}
+    assert pair["Ingress"].ray_actor_options["num_cpus"] == 0
