@@ -1,4 +1,4 @@
-"""Autoscaling policy: enough replicas for the memory that requests want."""
+"""Autoscaling policy: enough replicas for the memory that requests want, and for those that wait."""
 
 import math
 from collections.abc import Mapping
@@ -9,8 +9,14 @@ TARGET = 0.8
 
 
 def wanted_share(arena: float, running: float, waiting: float) -> float:
-    """Estimate the arena share a replica needs if no request waits: waiting ones are as large as others."""
-    return arena * (1 + waiting / running) if running else waiting
+    """Estimate how many replicas' memory the requests of one want.
+
+    A replica is full if requests wait, whatever they wait for: memory, a slot, or prefill. Waiting ones are
+    taken to be as large as running ones.
+    """
+    if not waiting:
+        return arena
+    return (running + waiting) / running if running else waiting
 
 
 class Scale:

@@ -27,7 +27,8 @@ def decide(
 
 
 @pytest.mark.parametrize(
-    ("figures", "share"), [((0.5, 4, 0), 0.5), ((0.9, 3, 6), 2.7), ((0.0, 0, 0), 0.0), ((0.0, 0, 5), 5.0)]
+    ("figures", "share"),
+    [((0.5, 4, 0), 0.5), ((0.9, 3, 6), 3.0), ((0.1, 2, 9), 5.5), ((0.0, 0, 0), 0.0), ((0.0, 0, 5), 5.0)],
 )
 def test_waiting_requests_are_taken_for_as_large_as_running_ones(
     figures: tuple[float, float, float], share: float
