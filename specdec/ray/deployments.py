@@ -64,9 +64,8 @@ def _scale(config: RayConfig) -> dict[str, Any]:
         "autoscaling_config": AutoscalingConfig(
             min_replicas=config.num_replicas,
             max_replicas=config.max_replicas,
-            policy=AutoscalingPolicy(
-                policy_function="specdec.ray.scale:Scale",
-                policy_kwargs={"scale_down_delay": config.scale_down_delay},
-            ),
+            policy=AutoscalingPolicy(policy_function="specdec.ray.scale:scale"),
+            upscale_delay_s=0,
+            downscale_delay_s=config.scale_down_delay,
         )
     }

@@ -19,26 +19,8 @@ def wanted_share(arena: float, running: float, waiting: float) -> float:
     return (running + waiting) / running if running else waiting
 
 
-class Scale:
-    """Autoscaling policy of Ray Serve: adds replicas at once, and removes one per `scale_down_delay`."""
-
-    def __init__(self, scale_down_delay: float) -> None:
-        self._delay_s = scale_down_delay
-
-    def __call__(self, context: Any) -> tuple[int, dict[str, float]]:
-        """Return the number of replicas and the policy's state."""
-        shares: Mapping[Any, float] = (context.aggregated_metrics or {}).get("wanted_share", {})
-        needed = max(math.ceil(sum(shares.values()) / TARGET), 1)
-        now_s, current = context.current_time, context.target_num_replicas
-        since_s = (context.policy_state or {}).get("calm_since_s")
-        if needed >= current:
-            return _within(context, needed), {}
-        since_s = now_s if since_s is None else since_s
-        if now_s - since_s < self._delay_s:
-            return _within(context, current), {"calm_since_s": since_s}
-        return _within(context, current - 1), {"calm_since_s": now_s}
-
-
-def _within(context: Any, count: int) -> int:
-    most = max(context.capacity_adjusted_max_replicas, context.capacity_adjusted_min_replicas)
-    return int(min(max(count, context.capacity_adjusted_min_replicas), most))
+def scale(context: Any) -> tuple[int, dict[str, float]]:
+    """Return the number of replicas for Ray Serve's autoscaler, which applies delays and limits."""
+    shares: Mapping[Any, float] = (context.aggregated_metrics or {}).get("wanted_share", {})
+    needed = max(math.ceil(sum(shares.values()) / TARGET), 1)
+    return max(needed, context.target_num_replicas - 1), {}  # fewer one by one
