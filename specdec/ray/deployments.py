@@ -65,5 +65,7 @@ def _scale(config: RayConfig) -> dict[str, Any]:
             min_replicas=config.num_replicas,
             max_replicas=config.max_replicas,
             policy=AutoscalingPolicy(policy_function="specdec.ray.scale:scale"),
+            upscale_delay_s=0,
+            downscale_delay_s=config.scale_down_delay,
         )
     }

@@ -1,4 +1,4 @@
-"""Autoscaling policy: enough replicas for the memory that requests want."""
+"""Autoscaling policy: enough replicas for the memory that requests want, and for those that wait."""
 
 import math
 from collections.abc import Mapping
@@ -6,29 +6,21 @@ from typing import Any
 
 TARGET = 0.8
 """Arena share to aim for: running requests grow, and evicting all cached prefixes costs hits."""
-CALM_S = 60.0
-"""Seconds that fewer replicas must suffice before one is removed: its cached prefixes are lost with it."""
 
 
 def wanted_share(arena: float, running: float, waiting: float) -> float:
-    """Estimate the arena share a replica needs if no request waits: waiting ones are as large as others."""
-    return arena * (1 + waiting / running) if running else waiting
+    """Estimate how many replicas' memory the requests of one want.
+
+    A replica is full if requests wait, whatever they wait for: memory, a slot, or prefill. Waiting ones are
+    taken to be as large as running ones.
+    """
+    if not waiting:
+        return arena
+    return (running + waiting) / running if running else waiting
 
 
 def scale(context: Any) -> tuple[int, dict[str, float]]:
-    """Return the number of replicas and the policy's state, as Ray Serve's autoscaler asks."""
+    """Return the number of replicas for Ray Serve's autoscaler, which applies delays and limits."""
     shares: Mapping[Any, float] = (context.aggregated_metrics or {}).get("wanted_share", {})
     needed = max(math.ceil(sum(shares.values()) / TARGET), 1)
-    now_s, current = context.current_time, context.target_num_replicas
-    since_s = (context.policy_state or {}).get("calm_since_s")
-    if needed >= current:
-        return _within(context, needed), {}
-    since_s = now_s if since_s is None else since_s
-    if now_s - since_s < CALM_S:
-        return _within(context, current), {"calm_since_s": since_s}
-    return _within(context, current - 1), {"calm_since_s": now_s}
-
-
-def _within(context: Any, count: int) -> int:
-    most = max(context.capacity_adjusted_max_replicas, context.capacity_adjusted_min_replicas)
-    return int(min(max(count, context.capacity_adjusted_min_replicas), most))
+    return max(needed, context.target_num_replicas - 1), {}  # fewer one by one

@@ -31,6 +31,9 @@ class RayConfig(Settings):
 
     num_replicas: int = integer(1, "replicas; the minimum if max_replicas is set")
     max_replicas: int | None = integer(None, "maximum replicas, added under load. None: num_replicas")
+    scale_down_delay: float = positive(
+        60.0, "seconds that fewer replicas must suffice before one is removed with its cached prefixes"
+    )
     prefill: int | None = integer(None, "prefill instances, instead of num_replicas")
     decode: int | None = integer(None, "decode instances, with prefill")
     prefill_min_bytes: int = integer(
