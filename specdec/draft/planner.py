@@ -266,7 +266,7 @@ class HostPlanner:
             free = [0 if width else deep for width, deep in zip(lookup_cut.widths, room, strict=True)]
             self._probe(plan, drafting, rows, free)
         elif lookup_cut.nodes or not self.policy.outlook or not self.policy.outlook.shape:
-            self._note_alone(batch, lookup_cut)
+            self._note(batch, lookup_cut)
         for i, row in enumerate(rows):
             if i in drafting:
                 row.planned = self._plans
@@ -312,10 +312,7 @@ class HostPlanner:
         best = self.policy.best(self._options(batch, gains_of, alone, batch.rows + sum(sure)))
         assert best.shape
         pays = best.rate > MARGIN * alone.rate
-        if pays or not alone.nodes:
-            self._note(batch, best, pays=pays, looked_up=alone.nodes > 0)
-        else:
-            self._note_alone(batch, alone)
+        self._note(batch, alone, best, pays=pays)
         return best.shape, highest(gains_of(best.shape), best.rows) if pays else set()
 
     def _options(
@@ -332,15 +329,16 @@ class HostPlanner:
                 seconds += self._drafting_s(shape, count)
                 yield DraftOption.of(shape, count, worth + expected[count - 1], seconds)
 
-    def _note_alone(self, batch: StepBatch, alone: WidthCut) -> None:
-        """Store that look-ups were judged alone."""
-        option = DraftOption.of(None, 0, alone.rate * alone.seconds, alone.seconds)
-        self._note(batch, option, pays=alone.nodes > 0)
-
-    def _note(self, batch: StepBatch, option: DraftOption, *, pays: bool, looked_up: bool = False) -> None:
-        plain_s = self.steps.predict(batch.rows, batch.tokens)
+    def _note(
+        self, batch: StepBatch, alone: WidthCut, best: DraftOption | None = None, *, pays: bool = False
+    ) -> None:
+        """Store the judgement of the best option, or of look-ups if only these pay or count."""
+        looked_up, plain_s = alone.nodes > 0, self.steps.predict(batch.rows, batch.tokens)
+        if best is None or (looked_up and not pays):
+            best, pays = DraftOption.of(None, 0, alone.rate * alone.seconds, alone.seconds), looked_up
+            looked_up = False
         active = self.worth.active
-        self.policy.note(option, batch.rows, plain_s, pays=pays, active=active, looked_up=looked_up)
+        self.policy.note(best, batch.rows, plain_s, pays=pays, active=active, looked_up=looked_up)
 
     def cut(self, batch: StepBatch, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Cut proposals to the nodes worth verifying: the best of each row, in few widths."""
