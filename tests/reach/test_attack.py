@@ -195,7 +195,7 @@ def test_random_bodies_get_errors_that_name_the_field_and_never_blocks(rounds: i
                         assert path == "/reach/beat" and set(answer) == {"leases"} and not answer["leases"]
                     else:
                         check_error(status, answer)
-            assert lease.reader is None and not lease.released and not loan.given_back
+            assert lease.reader is None and not lease.end_reason and not loan.given_back
             assert lender.book.figures.held == 1 and not lender.book.rooms._waiting
             assert "internal" not in lender.book.figures.refused
 
@@ -316,7 +316,7 @@ def test_a_request_within_another_is_not_executed(head: str) -> None:
             assert answer[5:].startswith((b"1.0 4", b"1.1 4")) and answer.count(b"HTTP/1.") == 1
             assert b"aiohttp" not in answer
             check_error(*parse(signed, answer, encrypted=False))
-            assert not lease.released and not loan.given_back
+            assert not lease.end_reason and not loan.given_back
 
     run(test())
 

@@ -202,7 +202,7 @@ def test_a_client_that_leaves_before_the_end_ends_the_lease() -> None:
         await asyncio.sleep(0.01)
         client.cancel()
         await asyncio.wait([client])
-        assert loan.given_back == 1 and lease.released == "prefill_failed"
+        assert loan.given_back == 1 and lease.end_reason == "prefill_failed"
         loan.read(10)  # the engine was already computing it
         await asyncio.sleep(0.01)
         lender.book.cancel(lease)

@@ -296,6 +296,6 @@ def test_a_captured_close_ends_no_lease_a_second_time_nor_with_another_body() ->
                 top, _, data = answer.partition(b"\r\n\r\n")
                 assert top.startswith(b"HTTP/1.1 401")
                 assert readable(request, 401, data)["error"]["code"] == reason
-            assert not lease.released
+            assert not lease.end_reason
 
     run(test())
