@@ -142,7 +142,11 @@ class Network:
         if s.wide_residual:
             self.norm_D = _at_least_float32(self.norm_D)
         ids = range(s.vocab) if shard is None else shard.part(s.vocab)
-        head_VD = self.embed_VD[ids.start : ids.stop] if s.tied else weights.take("head.weight", (len(ids), s.hidden))
+        head_VD = (
+            self.embed_VD[ids.start : ids.stop]
+            if s.tied
+            else weights.take("head.weight", (len(ids), s.hidden))
+        )
         head = Linear(kernels, weights.output("head.weight", head_VD))
         self.head: Projection = head if shard is None else shard.joined(head, s.vocab)
         self.shortlist: Shortlist | None = None

@@ -95,7 +95,9 @@ def _start(pipe: Connection) -> subprocess.Popen[bytes]:
 def _receive(connection: Connection, rank: int, limit_s: float) -> None:
     """Wait for a rank's next report, and raise its error if it sends one."""
     if not connection.poll(limit_s):
-        raise EngineError(f"tp: rank {rank} was not ready within {limit_s:g} s; check the load of the machine.")
+        raise EngineError(
+            f"tp: rank {rank} was not ready within {limit_s:g} s; check the load of the machine."
+        )
     try:
         error = connection.recv()
     except EOFError:
@@ -146,3 +148,4 @@ def load(job: RankJob, group: RankGroup) -> LocalExecutor:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # unloading torch takes seconds

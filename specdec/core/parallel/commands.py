@@ -20,6 +20,7 @@ class Operation(IntEnum):
     ZERO_STATE = 4
     COPY = 5
     GIVE_BACK = 6
+    END = 7
 
 
 NO_SLOTS, RECORDS, SNAPSHOTS = range(3)

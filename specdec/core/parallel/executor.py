@@ -41,7 +41,9 @@ class LeaderExecutor(LocalExecutor):
 
     def move(self, table_BN: Tensor, from_BP: Tensor, to_BP: Tensor) -> None:
         """Copy keys and values from positions to others of the same sequence."""
-        values = [value for ids in (table_BN, from_BP, to_BP) for value in (*ids.shape, *ids.flatten().tolist())]
+        values = [
+            value for ids in (table_BN, from_BP, to_BP) for value in (*ids.shape, *ids.flatten().tolist())
+        ]
         with self.group.command(Operation.MOVE, values):
             super().move(table_BN, from_BP, to_BP)
 
@@ -67,7 +69,7 @@ class LeaderExecutor(LocalExecutor):
 
 @torch.inference_mode()
 def serve(executor: LocalExecutor, group: RankGroup, connection: Connection) -> None:
-    """Run the commands of rank 0 until it closes the connection."""
+    """Run the commands of rank 0 until it ends."""
     arena, network = executor.arena, executor.network
     while True:
         try:
@@ -93,6 +95,8 @@ def serve(executor: LocalExecutor, group: RankGroup, connection: Connection) -> 
                 arena.copy_from(arena, pairs[: values[0]], pairs[values[0] :])
             case Operation.GIVE_BACK:
                 arena.give_back()
+            case Operation.END:
+                return
 
 
 def _matrix(reader: Reader) -> Tensor:

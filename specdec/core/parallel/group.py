@@ -117,7 +117,7 @@ class LeaderGroup(RankGroup):
         connections: Sequence[Connection],
     ) -> None:
         super().__init__(group, 0, 1 + len(processes))
-        self._processes, self.connections = processes, connections
+        self.processes, self.connections = processes, connections
         self.failure: str | None = None
         """Why no further step can run, or None."""
         self._has_failed, self._lock = threading.Event(), threading.Lock()
@@ -157,7 +157,7 @@ class LeaderGroup(RankGroup):
             self.failure = failure
             self._has_failed.set()
         logger.critical("%s", failure)
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
 
     def close(self) -> None:
@@ -165,8 +165,9 @@ class LeaderGroup(RankGroup):
         with self._lock:
             self._is_closed = True
         for connection in self.connections:
-            connection.close()
-        for process in self._processes:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(packed(Operation.END, ()))
+        for process in self.processes:
             try:
                 process.wait(END_S)
             except TimeoutExpired:
@@ -195,11 +196,11 @@ class LeaderGroup(RankGroup):
         if self._is_closed:
             return
         rank = 1 + min(self.connections.index(connection) for connection in ended)
-        process = self._processes[rank - 1]
+        process = self.processes[rank - 1]
         with contextlib.suppress(TimeoutExpired):
             process.wait(END_S)
         self.fail(
-            f"tp: rank {rank} (process {process.pid}) ended with code {process.returncode}; see the log above, "
+            f"tp: rank {rank} (process {process.pid}) ended with code {process.returncode}; see its log, "
             "and start the engine again."
         )
         if self._report and self.failure:

@@ -65,7 +65,8 @@ class Attention(Mixer):
         """Divide the heads; with fewer KV heads than ranks, several ranks keep the same one."""
         if self.norm_whole:
             raise ConfigError(
-                "tp: attention that normalises all heads together runs on one rank only; use tp=1.", field="tp"
+                "tp: attention that normalises all heads together runs on one rank only; use tp=1.",
+                field="tp",
             )
         heads = divided(self.heads, ranks, "attention heads")
         copies = 1 if ranks % self.kv_heads else ranks // self.kv_heads

@@ -63,7 +63,10 @@ class GatedDeltaNet(Mixer):
             value_heads=divided(self.value_heads, ranks, "value heads"),
         )
         return local, {
-            **{f"in_{name}.weight": rows(size) for name, size in zip("qkvz", (key, key, value, value), strict=True)},
+            **{
+                f"in_{name}.weight": rows(size)
+                for name, size in zip("qkvz", (key, key, value, value), strict=True)
+            },
             **dict.fromkeys(("in_b.weight", "in_a.weight", "A_log", "dt_bias"), heads),
             **dict.fromkeys(("in_qkv.weight", "conv.weight"), convolved),
             "out.weight": columns(value),
