@@ -33,7 +33,7 @@ class Cut:
         parts = ranks // self.copies
         pieces = [
             run.narrow(self.dim, ids.start, len(ids))
-            for run, size in zip(tensor.split(list(self.runs), self.dim), self.runs, strict=True)
+            for run, size in zip(torch.split(tensor, list(self.runs), self.dim), self.runs, strict=True)
             if (ids := share(size, rank // self.copies, parts))
         ]
         return torch.cat(pieces, self.dim)

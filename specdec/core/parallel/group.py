@@ -12,6 +12,7 @@ from subprocess import Popen, TimeoutExpired
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import ProcessGroupGloo
 
 from specdec.core.parallel.commands import Operation, packed
 from specdec.errors import EngineError, SpecdecError
@@ -33,12 +34,15 @@ DIGEST_BYTES = 4
 Report = Callable[[SpecdecError], None]
 
 
-def join(store: Path, rank: int, ranks: int) -> distributed.ProcessGroup:
-    """Join the group of processes that meet in this file; blocks until all have."""
-    options = distributed.ProcessGroupGloo._Options()
-    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+def join(store: Path, rank: int, ranks: int) -> ProcessGroupGloo:
+    """Join the group of processes that meet in this file; blocks until all have.
+
+    It is no global group of torch's, so engines share a process, and it listens on the loopback device only.
+    """
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=COLLECTIVE_S)
-    return distributed.ProcessGroupGloo(distributed.FileStore(str(store), ranks), rank, ranks, options)
+    return ProcessGroupGloo(distributed.FileStore(str(store), ranks), rank, ranks, options)  # type: ignore[attr-defined]
 
 
 class RankGroup(Shard):
@@ -47,7 +51,7 @@ class RankGroup(Shard):
     Every gather carries a digest of the commands and hidden states so far: ranks must agree on each bit.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, rank: int, ranks: int) -> None:
+    def __init__(self, group: ProcessGroupGloo, rank: int, ranks: int) -> None:
         super().__init__(rank, ranks)
         self._group, self.digest = group, 0
 
@@ -112,7 +116,7 @@ class LeaderGroup(RankGroup):
 
     def __init__(
         self,
-        group: distributed.ProcessGroup,
+        group: ProcessGroupGloo,
         processes: Sequence[Popen[bytes]],
         connections: Sequence[Connection],
     ) -> None:

@@ -51,7 +51,7 @@ def resolve_role(
         )
     if engine.tp > 1:
         raise ConfigError(
-            f"tp: prompts are lent and fetched by one rank, not {engine.tp}; use tp=1, or {_without(config)}.",
+            f"tp: prompts are lent and fetched with one rank only; use tp=1, or {_without(config)}.",
             field="tp",
         )
     if config.reach_port == config.port != 0:
