@@ -9,10 +9,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
+from typing import cast
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from specdec.core.parallel.commands import Operation, packed
 from specdec.errors import EngineError, SpecdecError
@@ -34,7 +35,7 @@ DIGEST_BYTES = 4
 Report = Callable[[SpecdecError], None]
 
 
-def join(store: Path, rank: int, ranks: int) -> ProcessGroupGloo:
+def join(store: Path, rank: int, ranks: int) -> ProcessGroup:
     """Join the group of processes that meet in this file; blocks until all have.
 
     It is no global group of torch's, so engines share a process, and it listens on the loopback device only.
@@ -42,7 +43,8 @@ def join(store: Path, rank: int, ranks: int) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=COLLECTIVE_S)
-    return ProcessGroupGloo(distributed.FileStore(str(store), ranks), rank, ranks, options)  # type: ignore[attr-defined]
+    meeting = distributed.FileStore(str(store), ranks)  # type: ignore[attr-defined]
+    return cast("ProcessGroup", ProcessGroupGloo(meeting, rank, ranks, options))
 
 
 class RankGroup(Shard):
@@ -51,7 +53,7 @@ class RankGroup(Shard):
     Every gather carries a digest of the commands and hidden states so far: ranks must agree on each bit.
     """
 
-    def __init__(self, group: ProcessGroupGloo, rank: int, ranks: int) -> None:
+    def __init__(self, group: ProcessGroup, rank: int, ranks: int) -> None:
         super().__init__(rank, ranks)
         self._group, self.digest = group, 0
 
@@ -116,7 +118,7 @@ class LeaderGroup(RankGroup):
 
     def __init__(
         self,
-        group: ProcessGroupGloo,
+        group: ProcessGroup,
         processes: Sequence[Popen[bytes]],
         connections: Sequence[Connection],
     ) -> None:
