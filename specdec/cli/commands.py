@@ -144,6 +144,8 @@ WORDS = {
     "dtype": "dtype",
     "kernels": "kernels",
     "parameters": "parameters, without draft heads",
+    "tp": "ranks; bytes below, except those in the files, are of one rank",
+    "rank_parameters": "parameters of one rank",
     "mtp_parameters": "parameters of the multi-token head",
     "eagle_parameters": "parameters of the EAGLE or block head",
     "heads": "draft heads in the checkpoint",

@@ -177,6 +177,14 @@ class EngineConfig(Settings):
         "with native kernels unless self-int4 drafts",
         description="True, False, or None",
     )
+    tp: int = Field(
+        1,
+        ge=1,
+        le=64,
+        title="tensor parallelism: processes that divide heads, widths and the vocabulary; memory_bytes is "
+        "each one's. On CPUs only",
+        description="an integer from 1 to 64",
+    )
     seed: int | None = Field(
         None,
         ge=-(2**63),

@@ -161,8 +161,9 @@ class EngineCore:
         self.loop.flush(caller)
 
     def close(self) -> None:
-        """Stop background threads of the loop."""
+        """Stop background threads of the loop, and other ranks."""
         self.loop.close()
+        self.loop.executor.close()
 
     def stats(self) -> EngineStats:
         """Return statistics since the start, and current usage; callable from any thread."""

@@ -1,11 +1,12 @@
 """The decode loop's interface to the network, independent of where weights and memory are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from specdec.errors import SpecdecError
 from specdec.kernels.table import Kernels
 from specdec.models.network import Network
 from specdec.state_slots.arena import Arena
@@ -45,6 +46,18 @@ class Executor(Protocol):
         """Fold accepted records into their states."""
         ...
 
+    def watch(self, report: Callable[[SpecdecError], None]) -> None:
+        """Call `report`, from another thread, if the executor fails between two steps."""
+        ...
+
+    def recover(self) -> None:
+        """Prepare for the next step after a failed one; raise if there can be none."""
+        ...
+
+    def close(self) -> None:
+        """Release what other processes hold."""
+        ...
+
 
 class LocalExecutor:
     """Runs the network in this process, on one device."""
@@ -71,3 +84,14 @@ class LocalExecutor:
         path, length_B = record_ids([item.path for item in committed], self.device)
         state_B = torch.tensor([item.state for item in committed], device=self.device)
         self.network.materialize(self.arena, state_B, path, length_B)
+
+    def watch(self, report: Callable[[SpecdecError], None]) -> None:
+        """Do nothing: it fails in steps only."""
+
+    def recover(self) -> None:
+        """Wait for the device; raise if it is unusable."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Do nothing: there are no other processes."""

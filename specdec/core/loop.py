@@ -335,7 +335,7 @@ class DecodeLoop:
         """Reset memory, drafters and the device batch after a failed step.
 
         Everything is dropped at once, since any part may be inconsistent. No request runs at this point;
-        waiting requests have no memory and continue. Raise if the device is unusable.
+        waiting requests have no memory and continue. Raise if the executor can run no further step.
         """
         if self.runner:
             self.runner.abandon()
@@ -343,8 +343,7 @@ class DecodeLoop:
         self.arena.forget(keeping=self.scheduler.connector.reset())
         if self.scheduler.cache:
             self.scheduler.cache.forget()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.executor.recover()
         self.check_idle()
 
     def check_idle(self) -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from specdec.core.request import Request
-from specdec.errors import CLOSED, EngineError
+from specdec.errors import CLOSED, EngineError, SpecdecError
 from specdec.kernels.native.threads import dismiss_helpers
 from specdec.setup.build import LoadedModel
 
@@ -204,6 +204,14 @@ class Worker:
             time.sleep(0.001)
         return not self._thread.is_alive()
 
+    def _stop_with(self, error: SpecdecError) -> None:
+        """Stop the thread with an error, if it waits for requests: a step fails by itself."""
+
+        def fail() -> None:
+            raise error
+
+        self._inbox.put(fail)
+
     def _stop(self, fault: str) -> None:
         with self._gate:
             self.fault = self.fault or fault
@@ -231,6 +239,7 @@ class Worker:
                     built.set_exception(error)
                     return
                 self._core = model.core
+                model.loop.executor.watch(self._stop_with)
                 built.set_result(model)
                 del model, built, build
                 self._run()

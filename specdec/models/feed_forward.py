@@ -4,14 +4,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from specdec.kernels.table import Kernels
+from specdec.models.cut import ADDED_ONCE, Cut, columns, divided, rows
 from specdec.models.linear import Linear, Projection
 from specdec.models.weights import Weights
 
@@ -41,6 +42,10 @@ class FeedForward(ABC):
         return 0.0
 
     @abstractmethod
+    def cut(self, ranks: int) -> tuple[Self, Mapping[str, Cut]]:
+        """Return a rank's share, and the cut of each tensor that ranks divide, as `Mixer.cut` does."""
+
+    @abstractmethod
     def build(self, hidden: int, weights: Weights, kernels: Kernels) -> LoadedFeedForward:
         """Load the weights, by names relative to the layer's."""
 
@@ -64,6 +69,15 @@ class MLP(FeedForward):
 
     def matrices(self, hidden: int) -> Mapping[str, tuple[int, int]]:
         return {"up": (self.up_rows, hidden), "down": (hidden, self.width)}
+
+    def cut(self, ranks: int) -> tuple[Self, Mapping[str, Cut]]:
+        """Divide the width."""
+        own = rows(self.width)
+        return replace(self, width=divided(self.width, ranks, "columns of a feed-forward")), {
+            **{f"{name}.{leaf}": own for name in ("gate", "up") for leaf in ("weight", "bias")},
+            "down.weight": columns(self.width),
+            "down.bias": ADDED_ONCE,
+        }
 
     def build(self, hidden: int, weights: Weights, kernels: Kernels) -> "LoadedMLP":
         return LoadedMLP(self, hidden, weights, kernels)
@@ -118,6 +132,17 @@ class MoE(FeedForward):
     def token_flops(self, hidden: int) -> float:
         """Return the FLOPs of a token's chosen experts."""
         return 2.0 * self.top_k * (self.up_rows + self.width) * (self.latent or hidden)
+
+    def cut(self, ranks: int) -> tuple[Self, Mapping[str, Cut]]:
+        """Divide the width of every expert; the router and the latent projections are on every rank."""
+        width = divided(self.width, ranks, "columns of an expert")
+        up = (self.width,) * (self.up_rows // self.width)
+        cuts = {"experts.up": Cut(1, up), "experts.down": Cut(2, (self.width,))}
+        if self.shared is None:
+            return replace(self, width=width), cuts
+        shared, shared_cuts = self.shared.cut(ranks)
+        cuts |= {f"shared.{name}": own for name, own in shared_cuts.items()}
+        return replace(self, width=width, shared_width=shared.width), cuts
 
     def build(self, hidden: int, weights: Weights, kernels: Kernels) -> "LoadedMoE":
         return LoadedMoE(self, hidden, weights, kernels)

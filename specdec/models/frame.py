@@ -9,6 +9,7 @@ from specdec.kernels.table import Kernels
 from specdec.models import spec
 from specdec.models.mixers.base import LoadedMixer, MixerPlacement, Step
 from specdec.models.norm import Norm
+from specdec.models.shards import Shard
 from specdec.models.weights import Weights
 
 Part = Callable[[Tensor, Step], Tensor]
@@ -28,9 +29,14 @@ class LoadedHalfLayer:
         name: str,
         hidden: int,
         narrow: torch.dtype | None = None,
+        shard: Shard | None = None,
     ) -> None:
-        """Load the norms by the half's name; inputs from a wider stream are rounded to `narrow`."""
+        """Load the norms by the half's name; inputs from a wider stream are rounded to `narrow`.
+
+        The parts of a `shard` compute a summand of their outputs.
+        """
         self.frame, self.eps, self.kernels, self.narrow = frame, norm.eps, kernels, narrow
+        self.shard = shard
         self.side: Part | None = parts[0] if frame.side else None
         self.parts = parts[1:] if frame.side else parts
         count = len(self.parts)
@@ -59,6 +65,8 @@ class LoadedHalfLayer:
             own_TD = scaled(part(scaled(read_TD, input_scale, ops), step), output_scale, ops)
             mixed_TD = own_TD if mixed_TD is None else ops.add(mixed_TD, own_TD)
         assert mixed_TD is not None
+        if self.shard is not None:
+            mixed_TD = self.shard.sum(mixed_TD)
         return mixed_TD if self.post_D is None else ops.rms_norm(mixed_TD, self.post_D, self.eps)
 
     def _read(self, x_TD: Tensor, added_TD: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
@@ -85,6 +93,7 @@ class LoadedLayer:
         first: MixerPlacement,
         *,
         narrow: torch.dtype | None = None,
+        shard: Shard | None = None,
     ) -> None:
         """Load the weights; `first` is the first mixer's place, and others follow it."""
         args = (norm, weights, kernels)
@@ -93,13 +102,13 @@ class LoadedLayer:
         if self.mixers:
             frame = layer.frame if layer.reads is None else spec.Frame(pre=False)
             self.mixing = LoadedHalfLayer(
-                frame, self.mixers, *args, name="mixer", hidden=hidden, narrow=narrow
+                frame, self.mixers, *args, name="mixer", hidden=hidden, narrow=narrow, shard=shard
             )
         self.ffn = ffn = layer.ffn.build(hidden, weights.within("ffn"), kernels) if layer.ffn else None
         if ffn:
             parts = (lambda read_TD, step: ffn(read_TD),)
             self.feeding = LoadedHalfLayer(
-                layer.ffn_frame, parts, *args, name="ffn", hidden=hidden, narrow=narrow
+                layer.ffn_frame, parts, *args, name="ffn", hidden=hidden, narrow=narrow, shard=shard
             )
 
     @property

@@ -10,10 +10,11 @@ from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
 from specdec.models import spec
 from specdec.models.frame import LoadedLayer, joined, scaled
-from specdec.models.linear import Linear
+from specdec.models.linear import Linear, Projection
 from specdec.models.mixers.base import ArenaViews, MixerPlacement, Step
 from specdec.models.replay import Replays
 from specdec.models.rope import Rotations, rope_tables
+from specdec.models.shards import Shard
 from specdec.models.shortlist import Shortlist
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import Layout
@@ -80,6 +81,7 @@ def build_blocks(
     *,
     target_layers: Sequence[spec.LayerSpec] = (),
     narrow: torch.dtype | None = None,
+    shard: Shard | None = None,
 ) -> list[LoadedLayer]:
     """Build the layers in order; their indices in the arena's views follow those of `target_layers`."""
     blocks: list[LoadedLayer] = []
@@ -88,7 +90,11 @@ def build_blocks(
         taken = weights.within(f"layers.{i}")
         lender = None if layer.shares is None else blocks[layer.shares].mixers[0]
         first = replace(placement, lender=lender)
-        blocks.append(LoadedLayer(layer, network.hidden, network.norm, taken, kernels, first, narrow=narrow))
+        blocks.append(
+            LoadedLayer(
+                *(layer, network.hidden, network.norm, taken, kernels, first), narrow=narrow, shard=shard
+            )
+        )
         placement = placement.after(*layer.mixers)
     return blocks
 
@@ -122,17 +128,27 @@ class Network:
         max_length: int,
         device: torch.device,
         shortlist_C: Tensor | None = None,
+        shard: Shard | None = None,
     ) -> None:
-        """Build the network; `shortlist_C` are the tokens that may be drafted, None: all."""
+        """Build the network, or a `shard` of it, whose layers `s` describes.
+
+        `shortlist_C` are the tokens that may be drafted, None: all.
+        """
         self.spec, self.kernels = s, kernels
         self.embed_VD = weights.take("embed.weight", (s.vocab, s.hidden))
         self.narrow = self.embed_VD.dtype if s.wide_residual else None
-        self.blocks = build_blocks(s.layers, s, weights, kernels, narrow=self.narrow)
+        self.blocks = build_blocks(s.layers, s, weights, kernels, narrow=self.narrow, shard=shard)
         self.norm_D = s.norm.load(weights, "norm.weight", s.hidden)
         if s.wide_residual:
             self.norm_D = _at_least_float32(self.norm_D)
-        head_VD = self.embed_VD if s.tied else weights.take("head.weight", (s.vocab, s.hidden))
-        self.head = Linear(kernels, weights.output("head.weight", head_VD))
+        ids = range(s.vocab) if shard is None else shard.part(s.vocab)
+        head_VD = (
+            self.embed_VD[ids.start : ids.stop]
+            if s.tied
+            else weights.take("head.weight", (len(ids), s.hidden))
+        )
+        head = Linear(kernels, weights.output("head.weight", head_VD))
+        self.head: Projection = head if shard is None else shard.joined(head, s.vocab)
         self.shortlist: Shortlist | None = None
         if shortlist_C is not None:
             shortlist_C = shortlist_C.to(device)
@@ -140,7 +156,7 @@ class Network:
             self.shortlist = Shortlist(ranked_CD, shortlist_C, s.vocab, kernels)
         ropes = (rope for mixer in s.mixers() for rope in mixer.ropes())
         self.rope = rope_tables(ropes, max_length, kernels, device)
-        self._replays = Replays(self._run, kernels)
+        self._replays = Replays(self._run, kernels, alone=shard is None)
 
     def begin(self, window: Window, memory: ArenaViews) -> Step:
         """Return the state shared by all layers of this pass."""

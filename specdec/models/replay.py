@@ -26,8 +26,9 @@ BLOCKS = 16
 class Replays:
     """Replays recorded passes for windows of the same shape; runs all others directly."""
 
-    def __init__(self, run: Pass, kernels: Kernels) -> None:
-        self.run, self.serves = run, kernels.name == "native"
+    def __init__(self, run: Pass, kernels: Kernels, *, alone: bool = True) -> None:
+        """Record passes of C kernels that run `alone`, without sums over other processes."""
+        self.run, self.serves = run, alone and kernels.name == "native"
         self._by_memory: WeakKeyDictionary[ArenaViews, Tapes[Recorded]] = WeakKeyDictionary()
         """Tapes belong to one arena and are dropped with it."""
 

@@ -24,6 +24,8 @@ from specdec.core.device.taped import TapedSteps
 from specdec.core.engine_core import EngineCore
 from specdec.core.executor import LocalExecutor
 from specdec.core.loop import DecodeLoop
+from specdec.core.parallel.executor import LeaderExecutor
+from specdec.core.parallel.group import LeaderGroup
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculation import Speculation
 from specdec.draft.chooser import ShapeChooser
@@ -31,7 +33,7 @@ from specdec.draft.head import DraftHead
 from specdec.draft.planner import HostPlanner
 from specdec.draft.policy import DraftPolicy
 from specdec.draft.rounded import QuantisedCopy
-from specdec.errors import CapacityError
+from specdec.errors import CapacityError, ConfigError
 from specdec.kernels.native.instruction_sets import describe_kernels
 from specdec.kernels.native.threads import without_helpers
 from specdec.kernels.table import load_kernels, on_gpu
@@ -42,11 +44,13 @@ from specdec.models.formats import FORMATS, WeightFormat
 from specdec.models.heads import HeadSource, load_head
 from specdec.models.network import Network
 from specdec.models.rounded import CopiedWeights
-from specdec.models.weights import RandomWeights
+from specdec.models.shards import ShardedWeights, shard_network
+from specdec.models.weights import RandomWeights, Weights
 from specdec.models.work import ReadingWork
 from specdec.setup.drafters import DRAFTERS, DrafterContext, find_heads, has_copy, head_of
 from specdec.setup.footprint import token_work
 from specdec.setup.precompile import precompile
+from specdec.setup.ranks import start_ranks, wait_for_ranks
 from specdec.setup.resolve import open_model, resolve
 from specdec.setup.settings import Resolved
 from specdec.setup.warmup import warm_up
@@ -105,7 +109,13 @@ def build(folder: str | Path, config: EngineConfig) -> LoadedModel:
         form = "used as stored, or widened" if on_gpu(settings.kernels) else "used as stored"
         form = form if is_kept else f"widened to {settings.dtype}, as these kernels need them"
         logger.log(logging.INFO if is_kept else logging.WARNING, "%s weights: %s", narrower, form)
-    return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C)
+    group = start_ranks(checkpoint.folder, network_spec, settings) if settings.config.tp > 1 else None
+    try:
+        return _load(network_spec, weights, tokenizer, settings, opened.head, opened.shortlist_C, group)
+    except BaseException:
+        if group:
+            group.close()
+        raise
 
 
 def build_random(
@@ -115,6 +125,8 @@ def build_random(
 
     `stored` and `stored_bytes` are the dtype and size that a checkpoint of this network would have.
     """
+    if config.tp > 1:
+        raise ConfigError("tp: random weights are on one rank only; use tp=1, or a checkpoint.", field="tp")
     heads = find_heads(None, network_spec, config)
     settings = resolve(config, network_spec, stored, stored_bytes, heads=heads)
     if settings.device.type == "cuda":
@@ -141,18 +153,27 @@ def _load(
     settings: Resolved,
     source: HeadSource | None,
     shortlist_C: Tensor | None,
+    group: LeaderGroup | None = None,
 ) -> LoadedModel:
-    """Load the network and its draft head or copy, and build the loop."""
+    """Load the network and its draft head or copy, and build the loop.
+
+    Of a group, this process loads its share, and the whole head, which only rank 0 runs.
+    """
+    target: Weights = weights
+    if group:
+        network_spec, cuts = shard_network(network_spec, group.ranks)
+        target = ShardedWeights(weights, cuts, group)
     copied = CopiedWeights(weights) if has_copy(settings.drafters) else None
     is_packed = isinstance(weights, CheckpointWeights) and weights.is_packed
     with without_helpers() if is_packed else nullcontext():
         network = Network(
             network_spec,
-            copied or weights,
+            copied or target,
             load_kernels(settings.kernels),
             max_length=settings.max_model_len,
             device=settings.device,
             shortlist_C=shortlist_C,
+            shard=group,
         )
     head: DraftHead | None = None
     if source:
@@ -168,20 +189,30 @@ def _load(
     weights.finish()
     copy = copied.copy(network) if copied else None
     logger.info("kernels: %s", describe_kernels(settings.kernels))
-    model = LoadedModel(assemble(network, head, settings, copy=copy), network, tokenizer, settings)
+    if group:
+        wait_for_ranks(group)
+    core = assemble(network, head, settings, copy=copy, group=group)
+    model = LoadedModel(core, network, tokenizer, settings)
     logger.info("drafters: %s", model.drafting)
     return model
 
 
 def assemble(
-    network: Network, head: DraftHead | None, settings: Resolved, *, copy: QuantisedCopy | None = None
+    network: Network,
+    head: DraftHead | None,
+    settings: Resolved,
+    *,
+    copy: QuantisedCopy | None = None,
+    group: LeaderGroup | None = None,
 ) -> EngineCore:
     """Build the loop around a loaded network, and measure the cost of its steps.
 
-    `head` or `copy` draft, if given.
+    `head` or `copy` draft, if given; the ranks of `group` run the same steps.
     """
     arena = Arena(settings.layout, settings.memory_bytes, settings.device)
     executor = LocalExecutor(network, arena, settings.device)
+    if group:
+        executor = LeaderExecutor(network, arena, settings.device, group)
     # Waiting for a CPU does not count as step cost; GPU work takes no thread time.
     clock = time.thread_time if settings.device.type == "cpu" else time.perf_counter
     scheduler = Scheduler(

@@ -30,6 +30,7 @@ from specdec.models.mixers.shared_block import SHARED
 from specdec.models.network import MTPHead, Network
 from specdec.models.packed.base import QuantisationScheme
 from specdec.models.rounded import COPIED_IN
+from specdec.models.shards import Shard, shard_network
 from specdec.models.weights import Scoped, Weights
 from specdec.setup.drafters import has_copy
 from specdec.setup.resolve import copied_in, open_model
@@ -248,9 +249,11 @@ def measure(
     copied: bool = False,
     copied_in: WeightFormat | None = FORMATS[COPIED_IN],
     numbers: Callable[[str], QuantisationScheme | None] = lambda name: None,
+    shard: Shard | None = None,
 ) -> Footprint:
     """Return a network's footprint without allocating it; large matrices are counted in `quantize`.
 
+    With a `shard` it is that of one rank, with the whole draft head, which only rank 0 has.
     Matrices stored as integers are counted per `numbers`. With `copied` a quantised copy is counted too, in
     the format `copied_in`, or widened if that is None.
     """
@@ -259,7 +262,8 @@ def measure(
     copy = CopyShapes(network, dtype, quantize=copied_in)
     kernels, device = load_kernels("reference"), torch.device("cpu")
     with ShapeArithmetic():  # type: ignore[no-untyped-call]
-        target = Network(network, weights, kernels, max_length=1, device=device)
+        local = shard_network(network, shard.ranks)[0] if shard else network
+        target = Network(local, weights, kernels, max_length=1, device=device, shard=shard)
         split = len(weights.parameters)
         if network.mtp:
             MTPHead(target, weights)
@@ -283,6 +287,7 @@ def measure_stored(
 
     return measure(
         *(network, settings.dtype),
+        shard=Shard(0, settings.config.tp) if settings.config.tp > 1 else None,
         quantize=settings.weight_format,
         head=head,
         copied=has_copy(settings.drafters),
@@ -303,6 +308,9 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
     stored = open_tensors(opened.checkpoint).sizes()
     whole_bytes = stored.packed.bytes_by_bits if stored.packed else {4: 0, 6: 0, 8: 0}
     footprint = measure_stored(opened.checkpoint, network, settings, opened.head)
+    tp, counts = settings.config.tp, footprint
+    if tp > 1:
+        counts = measure(network, settings.dtype)
     layout, figures = settings.layout, settings.layout.describe()
     lengths = [length for length in lengths if length <= settings.max_model_len] or [settings.max_model_len]
     places = (find_head(opened.checkpoint.folder, name, config.draft_model) for name in drafters_of_folders())
@@ -320,7 +328,8 @@ def describe_model(folder: str | Path, config: EngineConfig, lengths: Sequence[i
         "layers": footprint.kinds(),
         "dtype": str(settings.dtype).removeprefix("torch."),
         "kernels": describe_kernels(settings.kernels),
-        "parameters": footprint.parameters,
+        "parameters": counts.parameters,
+        **({"tp": tp, "rank_parameters": footprint.parameters} if tp > 1 else {}),
         "mtp_parameters": footprint.mtp_parameters,
         "eagle_parameters": footprint.eagle_parameters,
         "heads": ", ".join(heads) or "none",

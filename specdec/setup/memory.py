@@ -39,7 +39,8 @@ def arena_bytes(
     # Besides sequences: the dummy slab, a partly used slab of blocks, and drafts.
     wanted = config.max_running * layout.sequence_bytes(longest) + 2 * layout.slab_bytes
     wanted += draft_bytes(config, layout, bounds, copied=copied) if bounds else 0
-    return min(wanted, int(AUTO_MEMORY_SHARE[device.type] * max(free_memory(device) - weights, 0)))
+    free = max(free_memory(device) - weights, 0)
+    return min(wanted, int(AUTO_MEMORY_SHARE[device.type] * free) // config.tp)
 
 
 def draft_bytes(config: EngineConfig, layout: Layout, bounds: DraftShape, *, copied: bool) -> int:

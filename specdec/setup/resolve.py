@@ -27,6 +27,7 @@ from specdec.models.headers import check_headers
 from specdec.models.heads import HeadSource
 from specdec.models.network import memory_layout
 from specdec.models.rounded import COPIED_IN
+from specdec.models.shards import shard_network
 from specdec.models.shortlist import commonest
 from specdec.models.tensors import PackedSizes
 from specdec.setup.capabilities import resolve_drafters
@@ -124,16 +125,20 @@ def resolve(
     )
     synthetic = config.synthetic_acceptance is not None
     graphs = device.type == "cuda" if config.graphs is None else config.graphs
+    local = network
+    if config.tp > 1:
+        refuse_unshared(config, device, stored=bool(narrow_bytes or packed))
+        local, _ = shard_network(network, config.tp)
     # On a GPU, the host does not wait between steps.
     looks = not graphs or device.type == "cpu"
     drafters = resolve_drafters(config.draft, heads, synthetic=synthetic, graphs=graphs, looks=looks)
-    if config.graphs is None and kernels == "native":
+    if config.graphs is None and kernels == "native" and config.tp == 1:
         graphs = not any(DRAFTERS[name].host_only for name in drafters)
     head = head_of(drafters, heads)
     _refuse_without_head(config, drafters)
     if drafters:
         _refuse_backing(config.slots, network)
-    layout = _layout(config, network, head, dtype, kernels)
+    layout = _layout(config, local, head, dtype, kernels)
     bounds = bounds_of(config, deepest=head.deepest if head else None)
     longest = _longest(config, network)
     sizes = network, dtype, stored, stored_bytes, narrow_bytes
@@ -193,6 +198,23 @@ def _layout(
         state_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         kv_dtype=kv_dtype,
     )
+
+
+def refuse_unshared(config: EngineConfig, device: torch.device, *, stored: bool) -> None:
+    """Raise for settings that do not work with several ranks; `stored`: the checkpoint is quantised."""
+    for field, refused, remedy in (
+        ("device", device.type != "cpu", "use device='cpu'"),
+        ("graphs", bool(config.graphs), "leave it out"),
+        ("quantize", config.quantize is not None, "leave it out"),
+        ("quantize", stored, "use the unquantised checkpoint"),
+        ("draft_vocab", config.draft_vocab is not None, "leave it out"),
+        ("draft", config.draft in DRAFTERS and has_copy([config.draft]), "use another drafter"),
+        ("host_cache_bytes", config.host_cache_bytes > 0, "leave it out"),
+    ):
+        if refused:
+            raise ConfigError(
+                f"{field}: it does not work with tp={config.tp} yet; {remedy}, or use tp=1.", field=field
+            )
 
 
 def _longest(config: EngineConfig, network: spec.NetworkSpec) -> int:

@@ -19,6 +19,8 @@ from specdec.state_slots.window import RecordSlot
 
 SlotId = int | RecordSlot
 """A block's or state's index; a record's slab and index."""
+SlotPair = tuple[int, int]
+"""The source and the target of a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,22 @@ class BlockTables(Protocol):
         ...
 
 
+class ArenaMirror(Protocol):
+    """Repeats on other ranks what an arena does to its bytes between forward passes."""
+
+    def zeroed(self, state: int) -> None:
+        """Zero a state's slot."""
+        ...
+
+    def copied(self, blocks: Sequence[SlotPair], states: Sequence[SlotPair]) -> None:
+        """Copy slots."""
+        ...
+
+    def gave_back(self) -> None:
+        """Release all pages."""
+        ...
+
+
 class Arena:
     """One byte tensor, cut into slabs, whose slots it allocates.
 
@@ -121,6 +139,8 @@ class Arena:
         self._pools = {pool.kind: pool for pool in (self._blocks, self._states, self._records)}
         self._evictor: Evictor | None = None
         self._tables: BlockTables | None = None
+        self.mirror: ArenaMirror | None = None
+        """The other ranks of a tensor-parallel group; None: this arena is the only one."""
         self.moved_blocks = 0
         self.first_passes = 0
         """Number of forward passes with one-time costs, as in `ArenaViews`."""
@@ -150,7 +170,7 @@ class Arena:
         slots = self._take(self._states, owner, 1)
         if slots is None:
             return None
-        self.state_bytes_X(slots[0]).zero_()
+        self.zero_state(slots[0])
         return slots[0]
 
     def take_snapshots(self, owner: Owner, n: int) -> list[int] | None:
@@ -201,13 +221,28 @@ class Arena:
         if tables is None or not self.layout.kv or not tables.may_move():
             return False
         moved = self._blocks.evacuate()
-        for source, to in moved.items():
-            self.block_bytes_X(to).copy_(self.block_bytes_X(source))
+        self.copy_from(self, list(moved.items()), ())
         self.moved_blocks += len(moved)
         tables.move_blocks(
             moved, {owner for block in moved.values() for owner in self._blocks.owners_of(block)}
         )
         return bool(moved)
+
+    def zero_state(self, state: int) -> None:
+        """Zero the states and conv windows of a slot."""
+        self.state_bytes_X(state).zero_()
+        if self.mirror:
+            self.mirror.zeroed(state)
+
+    def copy_from(self, other: "Arena", blocks: Sequence[SlotPair], states: Sequence[SlotPair]) -> None:
+        """Copy slots from another arena, or this one."""
+        for source, to in blocks:
+            self.block_bytes_X(to).copy_(other.block_bytes_X(source), non_blocking=True)
+        for source, to in states:
+            self.state_bytes_X(to).copy_(other.state_bytes_X(source), non_blocking=True)
+        if self.mirror:
+            assert other is self, "ranks have one arena each"
+            self.mirror.copied(blocks, states)
 
     def hand_over_state(self, owner: Owner, new_owner: Owner, state: int) -> None:
         """Transfer a live state to another owner."""
@@ -345,6 +380,8 @@ class Arena:
         """
         self.check_owners()
         release_pages(self.data)
+        if self.mirror:
+            self.mirror.gave_back()
 
     def _flat(self, kind: SlabKind, slot: SlotId) -> int:
         if isinstance(slot, int):

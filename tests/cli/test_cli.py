@@ -341,7 +341,7 @@ def test_a_refusal_names_options_as_they_were_written(argv: list[str], says: str
         (["chat", "tiny", "-c", "512"], "-c is not supported: give --max-model-len"),
         (["chat", "-m", "tiny"], "-m is not supported: name the model without an option"),
         (["serve", "tiny", "-t", "4"], "-t is not supported: set OMP_NUM_THREADS"),
-        (["serve", "tiny", "-tp", "2"], "-tp is not supported: a server has one device"),
+        (["serve", "tiny", "--dp-size", "2"], "--dp-size is not supported: a server has one device"),
         (["generate", "tiny", "-mg", "0"], "specdec generate does not take '-mg'"),
         (["generate", "tiny", "-ctk", "q8_0"], "specdec generate does not take '-ctk'"),
         (["generate", "tiny", "-nkvo", "x"], "specdec generate does not take '-nkvo'"),

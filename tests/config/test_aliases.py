@@ -37,6 +37,8 @@ SAMPLES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "speculative_num_steps": (["3"], {"num_steps": 3}),
     "speculative_eagle_topk": (["2"], {"topk": 2}),
     "speculative_num_draft_tokens": (["8"], {"num_draft_tokens": 8}),
+    "tensor_parallel_size": (["2"], {"tp": 2}),
+    "tp_size": (["2"], {"tp": 2}),
     "random_seed": (["5"], {"seed": 5}),
     "max_new_tokens": (["9"], {"max_tokens": 9}),
     "n_predict": (["9"], {"max_tokens": 9}),

@@ -50,7 +50,8 @@ def test_the_fields_are_those_of_the_api() -> None:
     assert " ".join(EngineConfig.model_fields) == (
         "device dtype kv_dtype quantize draft draft_model draft_vocab draft_window num_steps topk "
         "num_draft_tokens adaptive draft_noise slots memory_bytes max_running max_model_len chunk_tokens "
-        "prefix_cache prefix_policy prefix_alpha host_cache_bytes kernels graphs seed synthetic_acceptance"
+        "prefix_cache prefix_policy prefix_alpha host_cache_bytes kernels graphs tp seed "
+        "synthetic_acceptance"
     )
 
 

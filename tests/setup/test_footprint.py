@@ -115,3 +115,15 @@ def test_a_steps_work_grows_as_the_experts_that_its_tokens_meet() -> None:
         assert work(tokens) == pytest.approx(expected)
     dense = token_work(network(SHAPES["tiny"]))
     assert [dense(tokens) for tokens in (0, 1, 7, 300)] == [0, 1, 7, 300]
+
+
+def test_a_rank_has_its_share(hybrid: Path) -> None:
+    whole, rank = (describe_model(hybrid, EngineConfig(device="cpu", tp=tp), [64]) for tp in (1, 2))
+    assert rank["tp"] == 2 and "tp" not in whole
+    assert rank["parameters"] == whole["parameters"] > rank["rank_parameters"]
+    assert 2 * rank["state_bytes"] == whole["state_bytes"]
+    assert 2 * rank["kv_bytes_per_token"] == whole["kv_bytes_per_token"]
+    # The tied embedding and the norms are on every rank.
+    embedding = 320 * 48 * 4
+    divided = whole["weight_bytes"] - embedding
+    assert divided < 2 * (rank["weight_bytes"] - embedding) < 1.05 * divided

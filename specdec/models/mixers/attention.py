@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from specdec.errors import ConfigError
 from specdec.kernels.group import Group
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
+from specdec.models.cut import ADDED_ONCE, Cut, columns, divided, rows
 from specdec.models.linear import Linear, Projection
 from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step
 from specdec.models.norm import Norm
@@ -58,6 +60,22 @@ class Attention(Mixer):
 
     def reach(self) -> int | None:
         return self.window
+
+    def cut(self, ranks: int) -> tuple[Self, Mapping[str, Cut]]:
+        """Divide the heads; with fewer KV heads than ranks, several ranks keep the same one."""
+        if self.norm_whole:
+            raise ConfigError(
+                "tp: attention that normalises all heads together runs on one rank only; use tp=1.",
+                field="tp",
+            )
+        heads = divided(self.heads, ranks, "attention heads")
+        copies = 1 if ranks % self.kv_heads else ranks // self.kv_heads
+        kv_heads = divided(self.kv_heads, ranks // copies, "KV heads")
+        wide, kv = self.heads * self.head_dim, Cut(0, (self.kv_heads * self.head_dim,), copies)
+        cuts = {"q": rows(wide * (2 if self.gated else 1)), "k": kv, "v": kv, "gate": rows(self.heads)}
+        named = {f"{name}.{leaf}": own for name, own in cuts.items() for leaf in ("weight", "bias")}
+        local = replace(self, heads=heads, kv_heads=kv_heads)
+        return local, {**named, "o.weight": columns(wide), "o.bias": ADDED_ONCE}
 
     def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedAttention":
         return LoadedAttention(self, weights, kernels, placement)

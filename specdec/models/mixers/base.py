@@ -3,13 +3,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from specdec.errors import ConfigError
 from specdec.kernels.group import Group, RecordIds, RecurrentMemory
 from specdec.kernels.table import Kernels
+from specdec.models.cut import Cut
 from specdec.models.rope import Rope, Rotations
 from specdec.models.weights import Weights
 from specdec.state_slots.layout import KVShape, StateShape
@@ -120,6 +122,13 @@ class Mixer(ABC):
     def reach(self) -> int | None:
         """Return the attention window in tokens, including the token itself; None: unlimited."""
         return None
+
+    def cut(self, ranks: int) -> tuple[Self, Mapping[str, Cut]]:
+        """Return a rank's share of this mixer, and the cut of each tensor that ranks divide.
+
+        The outputs of all ranks are summed. Raise for kinds that cannot be divided, or not by this number.
+        """
+        raise ConfigError(f"tp: {self.kind} layers run on one rank only; use tp=1.", field="tp")
 
     @abstractmethod
     def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> LoadedMixer:

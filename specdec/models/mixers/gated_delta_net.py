@@ -1,8 +1,8 @@
 """The gated delta net: S ← a S + k uᵀ with u = β (v − a Sᵀ k), after a short convolution."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
+from specdec.models.cut import Cut, columns, divided, rows
 from specdec.models.linear import Linear
 from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step, load_conv
 from specdec.models.weights import Weights
@@ -51,6 +52,25 @@ class GatedDeltaNet(Mixer):
     def token_flops(self) -> float:
         """Return the FLOPs of the convolution, and of the state's decay, correction, update and read."""
         return 2.0 * self.conv * self.channels + 7.0 * self.value_heads * self.key_dim * self.value_dim
+
+    def cut(self, ranks: int) -> tuple[Self, Mapping[str, Cut]]:
+        """Divide the key heads, and the value heads with them."""
+        key, value = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        convolved, heads = rows(key, key, value), rows(self.value_heads)
+        local = replace(
+            self,
+            key_heads=divided(self.key_heads, ranks, "key heads"),
+            value_heads=divided(self.value_heads, ranks, "value heads"),
+        )
+        return local, {
+            **{
+                f"in_{name}.weight": rows(size)
+                for name, size in zip("qkvz", (key, key, value, value), strict=True)
+            },
+            **dict.fromkeys(("in_b.weight", "in_a.weight", "A_log", "dt_bias"), heads),
+            **dict.fromkeys(("in_qkv.weight", "conv.weight"), convolved),
+            "out.weight": columns(value),
+        }
 
     def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedGatedDeltaNet":
         return LoadedGatedDeltaNet(self, weights, kernels, placement)

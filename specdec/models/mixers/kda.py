@@ -1,8 +1,8 @@
 """Kimi delta attention: the gated delta rule with a decay per key, S ← diag(a) S + k uᵀ."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.kernels.delta_net.layer import DeltaLayer
 from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
+from specdec.models.cut import Cut, columns, divided, rows
 from specdec.models.linear import Linear
 from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step, load_conv
 from specdec.models.weights import Weights
@@ -55,6 +56,17 @@ class KimiDeltaAttention(Mixer):
     def token_flops(self) -> float:
         """Return the FLOPs of the convolution, and of the state's decay, correction, update and read."""
         return 2.0 * self.conv * 3 * self.width + 7.0 * self.width * self.head_dim
+
+    def cut(self, ranks: int) -> tuple[Self, Mapping[str, Cut]]:
+        """Divide the heads; the first of two low-rank matrices is on every rank."""
+        wide, heads = rows(self.width), rows(self.heads)
+        local = replace(self, heads=divided(self.heads, ranks, "heads of Kimi delta attention"))
+        return local, {
+            **{f"in_{name}.weight": wide for name in ("q", "k", "v", "z", "z_b", "a", "a_b")},
+            **dict.fromkeys(("in_b.weight", "A_log", "dt_bias"), heads),
+            "conv.weight": rows(*(self.width,) * 3),
+            "out.weight": columns(self.width),
+        }
 
     def build(
         self, weights: Weights, kernels: Kernels, placement: MixerPlacement

@@ -1,8 +1,8 @@
 """Mamba-2: S ← a S + B (Δ x)ᵀ with one decay per head, after a short convolution."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.kernels.group import RecordIds
 from specdec.kernels.mamba.layer import MambaLayer
 from specdec.kernels.table import Kernels
+from specdec.models.cut import ADDED_ONCE, Cut, columns, divided, rows
 from specdec.models.linear import Linear
 from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step, load_conv
 from specdec.models.weights import Weights
@@ -65,6 +66,24 @@ class Mamba2(Mixer):
     def token_flops(self) -> float:
         """Return the FLOPs of the convolution, and of the state's decay, update and read."""
         return 2.0 * self.conv * self.channels + 5.0 * self.inner * self.state_dim
+
+    def cut(self, ranks: int) -> tuple[Self, Mapping[str, Cut]]:
+        """Divide the groups, and the heads with them; a norm is over a group."""
+        shared = self.groups * self.state_dim
+        local = replace(
+            self,
+            groups=divided(self.groups, ranks, "Mamba-2 groups"),
+            heads=divided(self.heads, ranks, "Mamba-2 heads"),
+        )
+        first = rows(self.inner, self.inner, shared, shared, self.heads)
+        return local, {
+            **dict.fromkeys(("in.weight", "in.bias"), first),
+            **dict.fromkeys(("conv.weight", "conv.bias"), rows(self.inner, shared, shared)),
+            **dict.fromkeys(("A_log", "D", "dt_bias"), rows(self.heads)),
+            "norm.weight": rows(self.inner),
+            "out.weight": columns(self.inner),
+            "out.bias": ADDED_ONCE,
+        }
 
     def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedMamba2":
         return LoadedMamba2(self, weights, kernels, placement)

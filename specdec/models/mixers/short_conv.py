@@ -1,13 +1,14 @@
 """A gated short convolution: C ⊙ conv(B ⊙ h); its only memory is the window of its last inputs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from torch import Tensor
 
 from specdec.kernels.group import RecordIds
 from specdec.kernels.table import Kernels
+from specdec.models.cut import ADDED_ONCE, Cut, columns, divided, rows
 from specdec.models.linear import Linear
 from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step, load_conv
 from specdec.models.weights import Weights
@@ -33,6 +34,16 @@ class ShortConv(Mixer):
     def token_flops(self) -> float:
         """Return the FLOPs of the convolution and its two gates."""
         return (2.0 * self.conv + 2.0) * self.channels
+
+    def cut(self, ranks: int) -> tuple[Self, Mapping[str, Cut]]:
+        """Divide the channels."""
+        own = rows(self.channels)
+        return replace(self, channels=divided(self.channels, ranks, "channels of a short convolution")), {
+            **dict.fromkeys(("in.weight", "in.bias"), rows(*(self.channels,) * 3)),
+            **dict.fromkeys(("conv.weight", "conv.bias"), own),
+            "out.weight": columns(self.channels),
+            "out.bias": ADDED_ONCE,
+        }
 
     def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedShortConv":
         return LoadedShortConv(self, weights, kernels, placement)

@@ -49,6 +49,11 @@ def resolve_role(
             f"{_without(config)}.",
             field="prefix_cache",
         )
+    if engine.tp > 1:
+        raise ConfigError(
+            f"tp: prompts are lent and fetched with one rank only; use tp=1, or {_without(config)}.",
+            field="tp",
+        )
     if config.reach_port == config.port != 0:
         raise ConfigError(
             f"reach_port: port {config.port} is the API's; choose another one for the side channel with "

@@ -82,13 +82,11 @@ class PrefixCache(Tier):
             self.arena.share_block(owner, block)
         copies = self.arena.take_blocks(owner, len(sources))
         assert copies is not None, "a lease's blocks were counted"
-        origin, target = store.arena, self.arena
-        with self.rates.copying(origin, target) as pairs:
-            for source, copy in zip(sources, copies, strict=True):
-                pairs.append((origin.block_bytes_X(source), target.block_bytes_X(copy)))
-            if length and self._states:
-                assert lease.found.state is not None and state is not None
-                pairs.append((origin.state_bytes_X(lease.found.state), target.state_bytes_X(state)))
+        states = []
+        if length and self._states:
+            assert lease.found.state is not None and state is not None
+            states = [(lease.found.state, state)]
+        self.rates.copy(store.arena, self.arena, list(zip(sources, copies, strict=True)), states)
         self._unpin(lease)
         lease.node.locks += 1
         lease.lent = True

@@ -1,15 +1,13 @@
 """Measured speeds of copies between tiers and of prefill, which decide whether fetching pays."""
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
 
-from specdec.state_slots.arena import Arena
+from specdec.state_slots.arena import Arena, SlotPair
 
 RECENT = 0.2
 """Weight of the newest measurement."""
@@ -109,16 +107,14 @@ class TierRates:
         if work > 0:
             self.read_s = _mean(self.read_s, seconds / work)
 
-    @contextlib.contextmanager
-    def copying(self, source: Arena, to: Arena) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Copy the pairs collected in this context; measure the time if it is between two tiers."""
-        pairs: list[tuple[Tensor, Tensor]] = []
-        yield pairs
-        start = self._mark(source, to) if source is not to and pairs else None
-        for target_X, source_X in pairs:
-            source_X.copy_(target_X, non_blocking=True)
+    def copy(
+        self, source: Arena, to: Arena, blocks: Sequence[SlotPair] = (), states: Sequence[SlotPair] = ()
+    ) -> None:
+        """Copy slots; measure the time if it is between two tiers."""
+        start = self._mark(source, to) if source is not to and (blocks or states) else None
+        to.copy_from(source, blocks, states)
         if start:
-            num_bytes = sum(target_X.numel() for target_X, _ in pairs)
+            num_bytes = len(blocks) * to.layout.block_bytes + len(states) * to.layout.state_bytes
             self._begun.append(TierCopy(start, self._mark(source, to), num_bytes))
 
 

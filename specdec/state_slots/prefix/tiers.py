@@ -123,17 +123,14 @@ class Tier:
         self.tree.prune(last)
 
     def _copy_down(self, upper: "Tier", sources: Sequence[int], blocks: Sequence[int]) -> None:
-        with self.rates.copying(upper.arena, self.arena) as pairs:
-            for source, to in zip(sources, blocks, strict=True):
-                pairs.append((upper.arena.block_bytes_X(source), self.arena.block_bytes_X(to)))
+        self.rates.copy(upper.arena, self.arena, list(zip(sources, blocks, strict=True)))
 
     def _copy_in(self, node: PrefixNode, store: "Tier", state: int, hidden_1D: Tensor | None) -> None:
         self.tree.pinned.append(node)  # freeing memory for its state must not evict the node itself
         slots = self.arena.take_snapshots(node, 1)
         self.tree.pinned.remove(node)
         if slots:
-            with self.rates.copying(store.arena, self.arena) as pairs:
-                pairs.append((store.arena.state_bytes_X(state), self.arena.state_bytes_X(slots[0])))
+            self.rates.copy(store.arena, self.arena, states=[(state, slots[0])])
             self._keep(node, slots[0], hidden_1D)
 
     def _keep(self, node: PrefixNode, state: int, hidden_1D: Tensor | None) -> None:
