@@ -67,6 +67,8 @@ def start_ranks(folder: Path, network: spec.NetworkSpec, settings: Resolved) -> 
                 job = RankJob(folder, network, settings, rank, Path(meeting) / "store", threads)
                 connection.send(job)
             group = LeaderGroup(join(Path(meeting) / "store", 0, ranks), processes, connections)
+            for rank, connection in enumerate(connections, 1):  # others may still read the store
+                _receive(connection, rank, START_S)
         except BaseException:
             for process in processes:
                 process.kill()
@@ -117,6 +119,7 @@ def main() -> None:
         job: RankJob = connection.recv()
         torch.set_num_threads(job.threads)
         group = RankGroup(join(job.store, job.rank, job.settings.config.tp), job.rank, job.settings.config.tp)
+        connection.send(None)
         try:
             executor = load(job, group)
         except SpecdecError as error:
