@@ -55,7 +55,7 @@ class ServerReading:
     def of(cls, info: Mapping[str, Any], at_s: float) -> Self:
         prefixes = info["prefixes"]
         states, blocks = (
-            int(info["arena"][f"kept_{kind}_bytes"]) // (int(info["layout"][f"{kind}_bytes"]) or 1)
+            int(info["arena"][f"cached_{kind}_bytes"]) // (int(info["layout"][f"{kind}_bytes"]) or 1)
             for kind in ("state", "block")
         )
         counts = {name: int(info[name]) for name in COUNTS}

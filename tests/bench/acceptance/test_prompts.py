@@ -102,7 +102,7 @@ FAULTS = [
     ("{}", r"line 2: expected one of prompt, .*, found nothing"),
     ('{"promt": "a"}', r"line 2: expected one of prompt, .*, found promt"),
     ('{"prompt": ""}', r"line 2: 'prompt' is empty"),
-    ('{"prompt": []}', r"line 2: 'prompt' must be a text"),
+    ('{"prompt": []}', r"line 2: 'prompt' must be a string"),
     ('{"prompt": [1, -2]}', r"line 2: 'prompt' must be .* token ids from 0 on"),
     ('{"prompt": [true]}', r"line 2: 'prompt' must be"),
     ('{"prompt": 3.5}', r"found a number"),
