@@ -400,7 +400,7 @@ def test_freeing_abandoned_memory_is_detected(folder: Path, monkeypatch: pytest.
             ids = prompt(1)
             reference = await reader.lend(ids)
             reader.carrier.stall()
-            monkeypatch.setattr(writer.fetcher, "_drop_behind", lambda found, _: writer.fetcher._drop(found))
+            monkeypatch.setattr(writer.fetcher, "_drop_after", lambda found, _: writer.fetcher._drop(found))
             assert (await writer.fetcher.fetch(ids, SOLE, reference)).outcome == "read_lost"
             arena = writer.engine.transfers.arena
             await asyncio.to_thread(writer.engine.flush)
