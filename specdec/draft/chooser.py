@@ -35,11 +35,8 @@ class ShapeChooser:
         """No draft, and the policy's shapes; if it is not adaptive, its bounds only."""
         if policy:
             self.shapes = (None, *policy.shapes) if policy.adaptive else (policy.bounds,)
-        self._costs = {
-            (found, shape.topk if shape else 1): Costs(paced=False)
-            for found in (False, True)
-            for shape in self.shapes
-        }
+        widths = {1, *(shape.topk for shape in self.shapes if shape)}  # requests may ask for no drafts
+        self._costs = {(found, topk): Costs(paced=False) for found in (False, True) for topk in widths}
         """Whole step times by the levels of a shape; if `found`, of steps that verify look-up results."""
         self._trying: DraftShape | None = None
         self._left = 0
