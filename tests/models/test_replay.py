@@ -108,8 +108,8 @@ def test_a_replay_equals_a_run(mode: str, slots: str, dtype: str, monkeypatch: p
     assert played[0] > 50
     before = Replays.__init__
 
-    def never(self: Replays, *given: Any) -> None:
-        before(self, *given)
+    def never(self: Replays, *given: Any, **options: Any) -> None:
+        before(self, *given, **options)
         self.serves = False
 
     monkeypatch.setattr(Replays, "__init__", never)
