@@ -8,8 +8,10 @@ import math
 from dataclasses import dataclass
 
 EXPLORED = 0.01
-"""Fraction of the time for what is not expected to pay. Not charged: a shape's first trial at a batch size, and
-host steps without drafts that refresh the cost of such steps (`planner.REFRESH`)."""
+"""Fraction of the time for what is not expected to pay.
+
+Not charged: a shape's first trial at a batch size, and steps without drafts that `REFRESH` their cost.
+"""
 
 
 @dataclass(slots=True)
