@@ -8,7 +8,10 @@ import math
 from dataclasses import dataclass
 
 EXPLORED = 0.01
-"""Fraction of the time for all that is not expected to pay."""
+"""Fraction of the time for what is not expected to pay.
+
+Not charged: a shape's first trial at a batch size, and steps without drafts that `REFRESH` their cost.
+"""
 
 
 @dataclass(slots=True)

@@ -69,9 +69,8 @@ class ShapeChooser:
         return steps, steps * dearness + TURN
 
     def cost(self, shape: DraftShape | None, rows: int, *, found: bool = False) -> float:
-        """Return the expected seconds of a step of this shape; 0 if not measured at about this size."""
-        costs, levels = self._of(shape, found=found), _levels(shape)
-        return costs.predict(rows, levels) if costs.knows(rows, levels, least=1) else 0.0
+        """Return the seconds of a step of this shape; 0 if not measured at about this size."""
+        return self._of(shape, found=found).measured(rows, _levels(shape))
 
     def cost_of_found(self, shape: DraftShape | None, rows: int) -> float:
         """Return the cost of verifying look-up windows as wide as the bounds.
@@ -137,11 +136,10 @@ class ShapeChooser:
 
     def _dearness(self, shape: DraftShape | None, rows: int) -> float:
         """Return a shape's cost in plain steps, 0 if unknown; expensive shapes are tried less often."""
-        return (
-            self.cost(shape, rows) / (self.cost(None, rows) or self.cost(shape, rows) or 1.0)
-            if shape
-            else 1.0
-        )
+        if shape is None:
+            return 1.0
+        cost = self.cost(shape, rows)
+        return cost / (self.cost(None, rows) or cost or 1.0)
 
 
 def _levels(shape: DraftShape | None) -> int:

@@ -85,11 +85,22 @@ class Costs:
         at, work = line.at, self._work
         return lambda width: scale * at(work(width), slope)
 
-    def knows(self, rows: int, width: int, *, least: int = KNOWN) -> bool:
-        """Return whether this width has at least `least` samples at about as many rows."""
-        near = range(bucket(rows) - NEAR, bucket(rows) + NEAR + 1)
-        lines = [self._lines[key, 1] for key in near if (key, 1) in self._lines]
-        return any(line.samples(width) >= least for line in lines)
+    def knows(self, rows: int, width: int) -> bool:
+        """Return whether this width has enough samples for a reliable estimate."""
+        line = self._lines.get((bucket(rows), 1))
+        return line is not None and line.settled(width) is not None
+
+    def measured(self, rows: int, width: int) -> float:
+        """Return the seconds of a width at the nearest row count where it was measured; 0 if none is near.
+
+        A straight line from other widths misses steps of the cost, as at the edge of a kernel's tile.
+        """
+        at = bucket(rows)
+        for key in sorted(range(at - NEAR, at + NEAR + 1), key=lambda key: abs(key - at)):
+            line = self._lines.get((key, 1))
+            if line and line.samples(width):
+                return self.pace * line.at(self._work(width), 0.0)
+        return 0.0
 
 
 def _nearest(keys: Collection[tuple[int, int]], key: tuple[int, int]) -> tuple[int, int]:

@@ -212,7 +212,7 @@ class Peers(Generic[P]):
                 task.add_done_callback(self._closing.discard)
 
     async def open(self, hold: LeaseHold[P], num_cached: int) -> OpenResponse:
-        """Query the location of a prompt's memory; the blocks of `have` leading tokens are known.
+        """Query the location of a prompt's memory; the blocks of `num_cached` leading tokens are known.
 
         Waits some seconds at most for the peer's engine, so the answer may contain nothing new. A room that
         does not exist yet raises `unknown_room`: try again.

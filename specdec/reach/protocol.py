@@ -13,8 +13,8 @@ import numpy as np
 
 from specdec.errors import ConfigError, SpecdecError
 
-VERSION = 1
-"""Protocol version; part of the fingerprint, so that different versions never talk."""
+VERSION = 2
+"""Protocol version; part of signatures and the fingerprint, so that different versions never talk."""
 VARIABLE = "SPECDEC_REACH_SECRET"
 SHORTEST_SECRET = 16
 MOST_ROOM = (1 << 63) - 1

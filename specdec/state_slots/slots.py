@@ -121,7 +121,7 @@ class SlotPool:
     def take(self, owner: Owner, n: int, *, contiguous: bool = False) -> list[int] | None:
         """Allocate n slots, or return None and change nothing.
 
-        Fullest slabs are used first, so that others empty out. `together` prefers one slab if that opens no
+        Fullest slabs are used first, so that others empty out. `contiguous` prefers one slab if that opens no
         further one.
         """
         if self.new_slabs(n) > len(self.slabs.free):

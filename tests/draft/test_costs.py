@@ -39,12 +39,21 @@ def test_a_shape_that_is_tried_seldom_does_not_set_the_pace_of_absolute_times() 
     assert costs.predict(1, 4) == 1.5 and costs.predict(1, 0) == 1.0
 
 
-def test_about_as_many_rows_share_what_is_known() -> None:
+def test_a_width_is_known_after_some_samples() -> None:
     costs = Costs()
     for _ in range(KNOWN):
         assert not costs.knows(8, 4)
         costs.observe(8, 4, 1.0)
-    assert costs.knows(8, 4) and costs.knows(10, 4) and not costs.knows(16, 4) and not costs.knows(8, 5)
+    assert costs.knows(8, 4) and not costs.knows(10, 4) and not costs.knows(8, 5)
+
+
+def test_about_as_many_rows_share_measured_times_and_no_line_replaces_them() -> None:
+    costs = Costs(paced=False)
+    for levels, seconds in ((0, 1.0), (3, 1.2), (7, 3.0)):
+        costs.observe(8, levels, seconds)
+    costs.observe(9, 0, 1.1)
+    assert [costs.measured(9, levels) for levels in (0, 3, 7)] == [1.1, 1.2, 3.0]
+    assert costs.measured(9, 5) == costs.measured(16, 3) == 0
 
 
 @pytest.mark.parametrize("rows", [1, 5])

@@ -40,10 +40,10 @@ def test_signatures_have_the_form_that_the_docs_describe() -> None:
 
     body_sha256, nonce = hashlib.sha256(b"{}").hexdigest(), "5" * 32
     request = SignedRequest("POST", PATH, 1_800_000_000, nonce, body_sha256)
-    own = mac("specdec reach 1 request", "POST", PATH, "1800000000", nonce, body_sha256).hex()
+    own = mac("specdec reach 2 request", "POST", PATH, "1800000000", nonce, body_sha256).hex()
     assert request.authorization(OWN) == f"Specdec-HMAC-SHA256 1800000000 {nonce} {body_sha256} {own}"
     data = request.encrypt(OWN, 404, b"an answer")
-    key = mac("specdec reach 1 answer", nonce)
+    key = mac("specdec reach 2 answer", nonce)
     assert AESGCM(key).decrypt(data[:12], data[12:], b"404") == b"an answer"
 
 

@@ -9,6 +9,7 @@ import torch
 from specdec.errors import ConfigError
 from specdec.reach.messages import (
     MOST_BEATS,
+    ChannelMessage,
     HeartbeatRequest,
     HiddenState,
     OpenRequest,
@@ -16,9 +17,11 @@ from specdec.reach.messages import (
     read_refusal,
     write_refusal,
 )
+from specdec.reach.prefix_log import PrefixLogChanges
 from specdec.reach.protocol import (
     STATUSES,
     VARIABLE,
+    VERSION,
     LeaseReference,
     PrefixIdentity,
     ReachError,
@@ -79,6 +82,28 @@ def test_hashes_differ_by_tokens_order_salt_and_length() -> None:
     ]
     assert len({prompt.hash for prompt in prompts}) == len(prompts)
     assert PrefixIdentity.of(torch.tensor(IDS).tolist()) == PROMPT
+
+
+def test_messages_change_only_with_the_version() -> None:
+    """A server that misses a field answers `malformed`; another version is refused when servers connect."""
+    modules = {ChannelMessage.__module__, PrefixLogChanges.__module__}
+    messages = [kind for kind in ChannelMessage.__subclasses__() if kind.__module__ in modules]
+    assert VERSION == 2
+    assert {kind.__name__: sorted(kind.model_fields) for kind in messages} == {
+        "AgentInfo": ["arena", "metadata", "rank"],
+        "AgentsResponse": ["agents", "carrier", "engine", "facts", "fingerprint"],
+        "ChecksumRequest": ["engine", "indices", "reader"],
+        "ChecksumResponse": ["sums"],
+        "CloseRequest": ["engine", "read", "reader"],
+        "CloseResponse": ["intact"],
+        "ErrorResponse": ["code", "message", "param"],
+        "HeartbeatRequest": ["engine", "leases"],
+        "HeartbeatResponse": ["leases"],
+        "HiddenState": ["data", "dtype"],
+        "OpenRequest": ["engine", "hash", "length", "num_cached", "reader"],
+        "OpenResponse": ["blocks", "first", "hidden", "lease", "length", "ready", "state"],
+        "PrefixLogChanges": ["added", "epoch", "gone", "left_out", "seq", "whole"],
+    }
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tools.bench.options import ModelOptions, PrefixOptions, RandomOptions, Reac
 
 PREFIX = """\
 Requests that share prefixes go to two engines over a checkpoint, one that caches prefixes and one that does
-not, in turn. First tokens are timed, and texts compared."""
+not, in turn. First tokens are timed, and outputs compared."""
 MEASURED = {"prefix_cache", "seed"}
 """Engine settings that the prefix benchmark sets itself."""
 LEAST_BANDWIDTH = 1e6
