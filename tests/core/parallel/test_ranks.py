@@ -26,10 +26,10 @@ COMMON: Mapping[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _same_threads() -> Iterator[None]:
-    """Restore the number of threads, which ranks share."""
+@pytest.fixture
+def four_threads() -> Iterator[None]:
     before = torch.get_num_threads()
+    torch.set_num_threads(4)
     yield
     torch.set_num_threads(before)
 
@@ -63,6 +63,24 @@ def test_texts_equal_those_of_one_rank(
         assert layout.state_bytes * ranks == alone.state_bytes
         processes = _executor(engine).group.processes
     assert len(processes) == ranks - 1 and all(process.poll() is not None for process in processes)
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_ranks_divide_the_threads_of_their_engine_only(folder: Path) -> None:
+    for _ in range(2):
+        with SpecEngine(folder, **COMMON, draft="suffix", tp=2) as engine:
+            assert engine._worker.between_steps(torch.get_num_threads).result() == 2
+            assert torch.get_num_threads() == 4
+
+
+def test_ranks_run_no_code_of_the_current_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torch", "specdec", "logging"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    monkeypatch.chdir(tmp_path)
+    with SpecEngine(folder, **COMMON, draft="suffix", tp=2) as engine:
+        assert engine.generate(PROMPTS[:1], PARAMS[0])
 
 
 def test_an_idle_engine_stops_when_a_rank_is_killed(folder: Path) -> None:
