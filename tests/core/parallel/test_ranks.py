@@ -1,9 +1,11 @@
 """Groups of processes write the texts of one process, and end together."""
 
+import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -89,6 +91,25 @@ def test_an_idle_engine_stops_when_a_rank_is_killed(folder: Path) -> None:
         engine._worker._thread.join(10)
         with pytest.raises(EngineError, match=r"tp: rank 1 \(process \d+\) ended with code -9"):
             engine.generate(PROMPTS, PARAMS[0])
+
+
+def test_waiting_requests_end_too_when_a_rank_is_killed_in_a_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SpecEngine(folder, **COMMON, draft="suffix", tp=2, max_running=1) as engine:
+        group, inbox = _executor(engine).group, engine._worker._inbox
+
+        def kill(command: bytes) -> None:
+            group.processes[0].kill()
+            while inbox.empty():  # until the watching thread has reported it as well
+                time.sleep(0.01)
+            raise BrokenPipeError
+
+        monkeypatch.setattr(group.connections[0], "send_bytes", kill)
+        answers = SimpleQueue[object]()
+        prepared = [engine.prepare(prompt, PARAMS[0]) for prompt in PROMPTS]
+        engine.submit(prepared, lambda _, answer: answers.put(answer))
+        assert all(isinstance(answers.get(timeout=60), EngineError) for _ in PROMPTS)
 
 
 class Altered:
