@@ -128,6 +128,8 @@ def main() -> None:
             connection.send(error)
             return
         connection.send(None)
+        # A supervisor may send it to all processes, but rank 0 first finishes running requests.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         serve(executor, group, connection)
 
 
