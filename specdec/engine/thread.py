@@ -205,10 +205,11 @@ class Worker:
         return not self._thread.is_alive()
 
     def _stop_with(self, error: SpecdecError) -> None:
-        """Stop the thread with an error, if it waits for requests: a step fails by itself."""
+        """Stop the thread with an error, unless a step has failed of the same cause and stops it."""
 
         def fail() -> None:
-            raise error
+            if not self.fault:
+                raise error
 
         self._inbox.put(fail)
 

@@ -213,8 +213,8 @@ def assemble(
     executor = LocalExecutor(network, arena, settings.device)
     if group:
         executor = LeaderExecutor(network, arena, settings.device, group)
-    # Waiting for a CPU does not count as step cost; GPU work takes no thread time.
-    clock = time.thread_time if settings.device.type == "cpu" else time.perf_counter
+    # Waiting for a CPU does not count as step cost, but waiting for other ranks or a GPU does.
+    clock = time.thread_time if settings.device.type == "cpu" and not group else time.perf_counter
     scheduler = Scheduler(
         arena,
         executor,

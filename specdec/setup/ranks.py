@@ -20,6 +20,7 @@ from specdec.core.executor import LocalExecutor
 from specdec.core.parallel.executor import serve
 from specdec.core.parallel.group import LeaderGroup, RankGroup, join
 from specdec.errors import EngineError, SpecdecError
+from specdec.kernels.native.threads import limit_threads
 from specdec.kernels.table import load_kernels
 from specdec.models import spec
 from specdec.models.checkpoint import Checkpoint
@@ -52,7 +53,7 @@ def start_ranks(folder: Path, network: spec.NetworkSpec, settings: Resolved) -> 
     """Start the other ranks, which load their shares while rank 0 loads its own."""
     ranks = settings.config.tp
     threads = max(torch.get_num_threads() // ranks, 1)
-    torch.set_num_threads(threads)
+    limit_threads(threads)
     processes: list[subprocess.Popen[bytes]] = []
     connections: list[Connection] = []
     with tempfile.TemporaryDirectory(prefix="specdec-tp-") as meeting:
@@ -84,10 +85,11 @@ def wait_for_ranks(group: LeaderGroup) -> None:
 
 
 def _start(pipe: Connection) -> subprocess.Popen[bytes]:
-    # The same module path; its own session, so that Ctrl-C does not reach it.
+    # The same module path: `-m` would add the current folder, which may be a checkpoint's, whose code is not
+    # run. Its own session, so that Ctrl-C does not reach it.
     return subprocess.Popen(
-        [sys.executable, "-m", "specdec.setup.ranks", str(pipe.fileno())],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        [sys.executable, "-P", "-m", "specdec.setup.ranks", str(pipe.fileno())],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         stdin=subprocess.DEVNULL,
         pass_fds=[pipe.fileno()],
         start_new_session=True,
@@ -117,7 +119,7 @@ def main() -> None:
     with Connection(int(sys.argv[1])) as connection:
         connection.send(None)
         job: RankJob = connection.recv()
-        torch.set_num_threads(job.threads)
+        limit_threads(job.threads)
         group = RankGroup(join(job.store, job.rank, job.settings.config.tp), job.rank, job.settings.config.tp)
         connection.send(None)
         try:
@@ -126,6 +128,8 @@ def main() -> None:
             connection.send(error)
             return
         connection.send(None)
+        # A supervisor may send it to all processes, but rank 0 first finishes running requests.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         serve(executor, group, connection)
 
 

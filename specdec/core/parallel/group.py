@@ -9,11 +9,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from specdec.core.parallel.commands import Operation, packed
 from specdec.errors import EngineError, SpecdecError
@@ -21,6 +20,9 @@ from specdec.models.cut import share
 from specdec.models.linear import Projection
 from specdec.models.shards import Shard
 from specdec.state_slots.arena import SlotPair
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # some builds of torch have none
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +37,13 @@ DIGEST_BYTES = 4
 Report = Callable[[SpecdecError], None]
 
 
-def join(store: Path, rank: int, ranks: int) -> ProcessGroup:
+def join(store: Path, rank: int, ranks: int) -> "ProcessGroup":
     """Join the group of processes that meet in this file; blocks until all have.
 
     It is no global group of torch's, so engines share a process, and it listens on the loopback device only.
     """
+    from torch.distributed import ProcessGroupGloo
+
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=COLLECTIVE_S)
@@ -53,7 +57,7 @@ class RankGroup(Shard):
     Every gather carries a digest of the commands and hidden states so far: ranks must agree on each bit.
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, ranks: int) -> None:
+    def __init__(self, group: "ProcessGroup", rank: int, ranks: int) -> None:
         super().__init__(rank, ranks)
         self._group, self.digest = group, 0
 
@@ -118,7 +122,7 @@ class LeaderGroup(RankGroup):
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: "ProcessGroup",
         processes: Sequence[Popen[bytes]],
         connections: Sequence[Connection],
     ) -> None:

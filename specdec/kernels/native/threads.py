@@ -31,6 +31,14 @@ def dismiss_helpers() -> None:
         pause_all(SOFT)
 
 
+def limit_threads(count: int) -> None:
+    """Set the number of threads of the calling thread's torch operations; other threads are unaffected."""
+    if setting := _openmp("omp_set_num_threads"):
+        setting(count)
+    else:
+        torch.set_num_threads(count)
+
+
 @contextmanager
 def without_helpers() -> Iterator[None]:
     """Run the calling thread's torch operations single-threaded; other threads are unaffected.

@@ -10,8 +10,8 @@ part.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from specdec.kernels.group import Group
 from specdec.kernels.self_attention.layer import AttentionLayer
 from specdec.kernels.table import Kernels
+from specdec.models.cut import Cut, columns, divided, rows
 from specdec.models.linear import Linear, LinearByHead
 from specdec.models.mixers.base import ArenaViews, LoadedMixer, Mixer, MixerPlacement, Step
 from specdec.models.norm import Norm
@@ -81,6 +82,15 @@ class LatentAttention(Mixer):
 
     def pair_flops(self) -> float:
         return 2.0 * self.heads * (self.cached_dim + self.kv_rank)
+
+    def cut(self, ranks: int) -> tuple[Self, Mapping[str, Cut]]:
+        """Divide the heads; every rank has both latent vectors and the whole cache."""
+        queries, heads = rows(self.heads * self.query_dim), rows(self.heads)
+        return replace(self, heads=divided(self.heads, ranks, "attention heads")), {
+            **dict.fromkeys(("q.weight", "q_b.weight"), queries),
+            **dict.fromkeys(("kv_b.weight", "gate.weight"), heads),
+            "o.weight": columns(self.heads * self.value_dim),
+        }
 
     def build(self, weights: Weights, kernels: Kernels, placement: MixerPlacement) -> "LoadedLatentAttention":
         return LoadedLatentAttention(self, weights, kernels, placement)

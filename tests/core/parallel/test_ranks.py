@@ -1,9 +1,11 @@
 """Groups of processes write the texts of one process, and end together."""
 
+import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -26,10 +28,10 @@ COMMON: Mapping[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _same_threads() -> Iterator[None]:
-    """Restore the number of threads, which ranks share."""
+@pytest.fixture
+def four_threads() -> Iterator[None]:
     before = torch.get_num_threads()
+    torch.set_num_threads(4)
     yield
     torch.set_num_threads(before)
 
@@ -65,12 +67,49 @@ def test_texts_equal_those_of_one_rank(
     assert len(processes) == ranks - 1 and all(process.poll() is not None for process in processes)
 
 
+@pytest.mark.usefixtures("four_threads")
+def test_ranks_divide_the_threads_of_their_engine_only(folder: Path) -> None:
+    for _ in range(2):
+        with SpecEngine(folder, **COMMON, draft="suffix", tp=2) as engine:
+            assert engine._worker.between_steps(torch.get_num_threads).result() == 2
+            assert torch.get_num_threads() == 4
+
+
+def test_ranks_run_no_code_of_the_current_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torch", "specdec", "logging"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    monkeypatch.chdir(tmp_path)
+    with SpecEngine(folder, **COMMON, draft="suffix", tp=2) as engine:
+        assert engine.generate(PROMPTS[:1], PARAMS[0])
+
+
 def test_an_idle_engine_stops_when_a_rank_is_killed(folder: Path) -> None:
     with SpecEngine(folder, **COMMON, draft="suffix", tp=2) as engine:
         _executor(engine).group.processes[0].kill()
         engine._worker._thread.join(10)
         with pytest.raises(EngineError, match=r"tp: rank 1 \(process \d+\) ended with code -9"):
             engine.generate(PROMPTS, PARAMS[0])
+
+
+def test_waiting_requests_end_too_when_a_rank_is_killed_in_a_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SpecEngine(folder, **COMMON, draft="suffix", tp=2, max_running=1) as engine:
+        group, inbox = _executor(engine).group, engine._worker._inbox
+
+        def kill(command: bytes) -> None:
+            group.processes[0].kill()
+            while inbox.empty():  # until the watching thread has reported it as well
+                time.sleep(0.01)
+            raise BrokenPipeError
+
+        monkeypatch.setattr(group.connections[0], "send_bytes", kill)
+        answers = SimpleQueue[object]()
+        prepared = [engine.prepare(prompt, PARAMS[0]) for prompt in PROMPTS]
+        engine.submit(prepared, lambda _, answer: answers.put(answer))
+        assert all(isinstance(answers.get(timeout=60), EngineError) for _ in PROMPTS)
 
 
 class Altered:
