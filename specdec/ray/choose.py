@@ -18,9 +18,9 @@ CLOSE_S = 0.001
 SHARE = 0.1
 """Arena shares that differ by less than this count as equal."""
 FEW = 8
-"""Requests in flight that a replica may have whatever the mean is if it has a prefix of the prompt. 1.25 x a
-mean of 2 is 3, which made one request in eight leave its prefix: 92 % of one engine's hits instead of 98 %, as
-with 4 or 16, with 4 streams (`tests/ray/test_hits.py`)."""
+"""Requests in flight that a replica may have whatever the mean is if it has a prefix of the prompt. With four
+streams 1.25 x a mean of 2 is 3, which made one request in eight leave its prefix: 92 % of one engine's hits
+instead of 98 %, as with 4 or 16 (`tests/ray/test_hits.py`)."""
 WORK = 1.0
 """Weight of the time for which a request's prefill delays others. Without it a prefix is copied to any idle
 replica while its own is busy: 97 % of one engine's hits instead of 98 %, and less with noisy times."""
@@ -38,8 +38,8 @@ class Choice(NamedTuple, Generic[L]):
 def choose(replicas: Sequence[L], prompt: Prompt, load_factor: float) -> Choice[L] | None:
     """Choose one of these replicas, or None if there are none.
 
-    No replica gets more than `load_factor` times the mean of requests in flight, or `FEW` if that is more and it
-    has a prefix of the prompt.
+    No replica gets more than `load_factor` times the mean of requests in flight, or `FEW` if that is more and
+    it has a prefix of the prompt.
     """
     if not replicas:
         return None
