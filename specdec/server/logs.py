@@ -65,7 +65,8 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {name: value for name, value in vars(record).items() if name not in OWN}
+        # Names with an underscore are other libraries': Ray adds a timestamp to every record of a process.
+        line |= {n: value for n, value in vars(record).items() if n not in OWN and not n.startswith("_")}
         if record.exc_info and record.exc_info[0]:
             line["trace"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

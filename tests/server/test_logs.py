@@ -26,7 +26,7 @@ def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
 
 
 def test_a_json_log_line_has_time_message_and_extra_fields() -> None:
-    own = record("%d of\n%s", 2, "\x1bé\u2028", status=200, path=Path("a"))
+    own = record("%d of\n%s", 2, "\x1bé\u2028", status=200, path=Path("a"), _private=1)
     text = FORMATTERS["json"].format(own)
     assert text.isascii() and text.isprintable()
     line = json.loads(text)
