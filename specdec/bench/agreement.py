@@ -11,7 +11,7 @@ from specdec.models.formats import QuantisationConfig
 from specdec.setup.build import LoadedModel
 from specdec.setup.settings import Resolved
 from specdec.state_slots.tree import TokenTree
-from specdec.state_slots.window import Row, build_window
+from specdec.state_slots.window import Row
 from specdec.verify.sampler import SamplingNode, TokenSampler, perturb
 
 EXACT = (torch.float32, torch.float64)
@@ -82,13 +82,12 @@ def require_rounding(
 @torch.inference_mode()
 def last_logits(model: LoadedModel, tokens: Sequence[int], count: int) -> Tensor:
     """Compute the logits that predict each of a text's last tokens, in one pass; the engine must be idle."""
-    arena, network = model.loop.arena, model.network
+    arena, executor = model.loop.arena, model.loop.executor
     blocks = arena.take_blocks(OWNER, arena.layout.blocks_for(len(tokens)))
     state = arena.take_state(OWNER) if arena.layout.states else 0
     assert blocks is not None and state is not None
     row = Row(TokenTree.chain(tokens), 0, torch.tensor(blocks, dtype=torch.int64), state)
-    hidden_TD = network.forward(build_window([row], arena.layout.conv_width, model.loop.device), arena)
-    logits_TV = network.logits(hidden_TD[-count:])
+    logits_TV = executor.logits(executor.forward([row], ()).hidden_TD[-count:])
     arena.release_owner(OWNER)
     return logits_TV
 

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specdec.config.base import Settings
+from specdec.config.engine import EngineConfig
 from specdec.config.fields import integer, positive, switch, text
+from specdec.errors import ConfigError
 
 LLAMA_CPP = "llama.cpp"
 """The llama.cpp peer: a program, or a package."""
@@ -20,6 +22,12 @@ def numbers(default: list[int] | None, title: str) -> Any:
 
 def names(default: list[str] | None, title: str) -> Any:
     return Field(default, title=title, description="names, with commas")
+
+
+def refuse_ranks(config: EngineConfig) -> None:
+    """Raise if the model would run in several processes: these benchmarks share its weights among engines."""
+    if config.tp > 1:
+        raise ConfigError("tp: this benchmark measures one process; use tp=1, or bench serve", field="tp")
 
 
 class SpeedOptions(Settings):

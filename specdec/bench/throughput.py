@@ -17,7 +17,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from specdec.bench.agreement import EXCUSED_GAP, agreement, require_same_model, rounding
 from specdec.bench.bandwidth import BandwidthProbe, cache_bytes
 from specdec.bench.llama_cpp import LlamaCppPeer, find_program, settings_for
-from specdec.bench.options import LLAMA_CPP, SpeedOptions, ThroughputOptions
+from specdec.bench.options import LLAMA_CPP, SpeedOptions, ThroughputOptions, refuse_ranks
 from specdec.bench.peers import Contestant, Sample, TransformersPeer, connect, refuse_unknown
 from specdec.bench.random_model import cached_checkpoint, quiet_transformers, shape_config
 from specdec.bench.report import (
@@ -82,6 +82,7 @@ def benchmark(options: ThroughputOptions, config: EngineConfig) -> dict[str, Any
 
 def _benchmark(options: ThroughputOptions, config: EngineConfig, servers: ExitStack) -> dict[str, Any]:
     refuse_unknown(options.peers)
+    refuse_ranks(config)
     program = find_program(options.llama_server) if LLAMA_CPP in options.peers else None
     folder = (
         Checkpoint(options.model).folder

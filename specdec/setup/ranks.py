@@ -11,7 +11,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
@@ -32,8 +32,6 @@ from specdec.state_slots.arena import Arena
 
 START_S = 120.0
 """Seconds for a process to import torch, on a busy machine."""
-LOAD_S = 3600.0
-"""Seconds for a rank to load its share after rank 0 has; a rank that ends is noticed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,7 @@ def start_ranks(folder: Path, network: spec.NetworkSpec, settings: Resolved) -> 
                     processes.append(_start(theirs))
             for rank, connection in enumerate(connections, 1):
                 _receive(connection, rank, START_S)
+            for rank, connection in enumerate(connections, 1):  # all have started, so they meet soon
                 job = RankJob(folder, network, settings, rank, Path(meeting) / "store", threads)
                 connection.send(job)
             group = LeaderGroup(join(Path(meeting) / "store", 0, ranks), processes, connections)
@@ -79,9 +78,11 @@ def start_ranks(folder: Path, network: spec.NetworkSpec, settings: Resolved) -> 
 
 
 def wait_for_ranks(group: LeaderGroup) -> None:
-    """Block until every rank has loaded its share."""
-    for rank, connection in enumerate(group.connections, 1):
-        _receive(connection, rank, LOAD_S)
+    """Block until every rank has loaded its share; the end of any is noticed at once."""
+    pending = dict(zip(group.connections, range(1, group.ranks), strict=True))
+    while pending:
+        for connection in [ready for ready in wait([*pending]) if isinstance(ready, Connection)]:
+            _receive(connection, pending.pop(connection), START_S)
 
 
 def _start(pipe: Connection) -> subprocess.Popen[bytes]:

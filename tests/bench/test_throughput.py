@@ -239,3 +239,9 @@ def test_a_model_and_a_shape_are_not_measured_at_once(
 ) -> None:
     assert run(hybrid, "--shape", "tiny") == 2
     assert "shape" in capsys.readouterr().err
+
+
+def test_several_ranks_are_refused_by_name(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its engine without drafts shares the weights; other ranks would not run its steps."""
+    assert run(hybrid, "--tp", "2") == 2
+    assert "--tp: this benchmark measures one process" in capsys.readouterr().err

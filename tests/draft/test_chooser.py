@@ -82,8 +82,8 @@ def test_batches_of_other_sizes_are_learnt_apart() -> None:
 def test_without_adapting_it_is_always_the_bounds() -> None:
     assert make_chooser(TREE, adaptive=False).choose([TrackRecord()]) == TREE
     assert make_chooser(TREE, adaptive=False).shapes == (TREE,)
-    nobody = ShapeChooser(None)
-    assert nobody.choose([TrackRecord()]) is None and nobody.shapes == (None,)
+    undrafted = ShapeChooser(None)
+    assert undrafted.choose([TrackRecord()]) is None and undrafted.shapes == (None,)
 
 
 def test_a_choice_holds_for_some_steps_of_one_batch_alone() -> None:

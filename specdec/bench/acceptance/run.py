@@ -28,6 +28,7 @@ from specdec.bench.acceptance.store import ResultStore
 from specdec.bench.acceptance.summary import RESULT, PairedBatch, records
 from specdec.bench.acceptance.table import render
 from specdec.bench.agreement import require_rounding, rounding
+from specdec.bench.options import refuse_ranks
 from specdec.bench.peers import TransformersPeer
 from specdec.bench.random_model import quiet_transformers
 from specdec.bench.report import ReportOutput, environment, json_line, publish, until_interrupted
@@ -89,6 +90,7 @@ class AcceptanceRun:
 
     def __init__(self, options: AcceptanceOptions, config: EngineConfig, out: Path | None) -> None:
         self.options, self.out = options, out
+        refuse_ranks(config)
         checkpoint = Checkpoint(options.model)
         tokenizer, network = load_tokenizer(checkpoint.folder), read_network(checkpoint)
         most = network.max_length

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+JOIN_S = 60.0
+"""Seconds for all ranks to meet, once their processes run."""
 COLLECTIVE_S = 300.0
 """Seconds for the other ranks to join a sum or gather; a rank that has ended is noticed at once."""
 END_S = 2.0
@@ -38,7 +40,7 @@ Report = Callable[[SpecdecError], None]
 
 
 def join(store: Path, rank: int, ranks: int) -> "ProcessGroup":
-    """Join the group of processes that meet in this file; blocks until all have.
+    """Join the group of processes that meet in this file; blocks until all have, for up to `JOIN_S`.
 
     It is no global group of torch's, so engines share a process, and it listens on the loopback device only.
     """
@@ -48,7 +50,11 @@ def join(store: Path, rank: int, ranks: int) -> "ProcessGroup":
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=COLLECTIVE_S)
     meeting = distributed.FileStore(str(store), ranks)  # type: ignore[attr-defined]
-    return cast("ProcessGroup", ProcessGroupGloo(meeting, rank, ranks, options))
+    meeting.set_timeout(timedelta(seconds=JOIN_S))
+    try:
+        return cast("ProcessGroup", ProcessGroupGloo(meeting, rank, ranks, options))
+    except RuntimeError as error:
+        raise EngineError(f"tp: ranks did not meet: {error}; see the log above, and free memory.") from error
 
 
 class RankGroup(Shard):
@@ -87,7 +93,7 @@ class RankGroup(Shard):
         return project
 
     def projecting(self, hidden_TD: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Have all ranks project these hidden states, of which rank 0 has the values."""
+        """Project on all ranks; the hidden states are rank 0's."""
         return contextlib.nullcontext()
 
     def _gather(self, own_TV: Tensor, vocab: int) -> Tensor:
@@ -156,7 +162,7 @@ class LeaderGroup(RankGroup):
             raise EngineError(self.failure or "") from error
 
     def projecting(self, hidden_TD: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Tell the other ranks how many hidden states they will get."""
+        """Send the other ranks the number of hidden states that follow."""
         return self.command(Operation.PROJECT, [len(hidden_TD)])
 
     def fail(self, failure: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from specdec import SamplingParams, SpecEngine
+from specdec.bench.agreement import last_logits
 from specdec.core.parallel.commands import Operation
 from specdec.core.parallel.executor import LeaderExecutor
 from specdec.errors import ConfigError, EngineError
@@ -58,8 +59,10 @@ def test_texts_equal_those_of_one_rank(
 ) -> None:
     with SpecEngine(family_folder(family), **COMMON, **settings, graphs=False) as engine:
         expected, alone = texts(engine), engine.model.loop.arena.layout
+        logits_TV = last_logits(engine.model, PROMPTS[0], 3)
     with SpecEngine(family_folder(family), **COMMON, **settings, tp=ranks) as engine:
         assert texts(engine) == expected
+        torch.testing.assert_close(last_logits(engine.model, PROMPTS[0], 3), logits_TV)
         stats, layout = engine.stats(), engine.model.loop.arena.layout
         assert stats.accepted and stats.prefixes and stats.prefixes.hit
         assert layout.state_bytes * ranks == alone.state_bytes
