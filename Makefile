@@ -51,7 +51,7 @@ quick := tests/test_imports.py tests/test_repository.py tests/config tests/state
   $(addprefix tests/text/test_,chat.py grammars.py text.py) tests/engine/test_engine.py tests/engine/test_completions.py \
   tests/server/test_bodies.py tests/server/test_protocol.py tests/bench/test_report.py tests/bench/test_plots.py \
   "$(lossless)[qwen3_5-mtp-tree-record-host]" "$(lossless)[nemotron_h-suffix-tree-snapshot-device]"
-not_quick := $(addprefix --ignore=tests/,draft/test_unrolled.py draft/test_planner.py state_slots/prefix/test_cache.py)
+not_quick := $(addprefix --ignore=tests/,draft/test_unrolled.py draft/test_policy.py state_slots/prefix/test_cache.py)
 
 quick: $(stamp)
 	OMP_NUM_THREADS=1 $(bin)/pytest -q -m "not exhaustive" $(workers) $(quick) $(not_quick)

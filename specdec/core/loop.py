@@ -55,7 +55,9 @@ class DecodeLoop:
     @property
     def outlook(self) -> DraftDecision | None:
         """Current drafting decision; None without drafters, or before the first decision."""
-        return self.speculation.policy.outlook if self.speculation.drafters else None
+        if not self.speculation.drafters:
+            return None
+        return (self.runner and self.runner.outlook) or self.speculation.policy.outlook
 
     @torch.inference_mode()
     def step(self) -> None:

@@ -18,8 +18,7 @@ from specdec.draft.calibration import AssumedRates
 from specdec.draft.drafter import Drafter
 from specdec.draft.head import HeadDrafter
 from specdec.draft.lookup import MOST_INDEXED
-from specdec.draft.planner import HostPlanner, StepBatch
-from specdec.draft.policy import DraftPolicy
+from specdec.draft.policy import Policy, StepBatch
 from specdec.draft.proposal import DraftShape, Proposal
 from specdec.draft.repetition import RepetitionIndex
 from specdec.draft.rounded import RoundedDrafter
@@ -40,11 +39,11 @@ CLOSE = 64
 
 
 class Speculation:
-    """Owns the drafters and the planner; plans each step's drafts and borrows their slots."""
+    """Owns the drafters and the shape policy; plans each step's drafts and borrows their slots."""
 
     def __init__(
         self,
-        planner: HostPlanner,
+        policy: Policy,
         backing: Backing,
         scheduler: Scheduler,
         kernels: Kernels,
@@ -54,7 +53,7 @@ class Speculation:
         learns: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.planner, self.backing, self.scheduler = planner, backing, scheduler
+        self.policy, self.backing, self.scheduler = policy, backing, scheduler
         self.ranker = Ranker(kernels, noise=noise)
         """Ranks a network's guesses."""
         self.drafters: list[Drafter] = []
@@ -89,14 +88,9 @@ class Speculation:
         if isinstance(drafter, HeadDrafter | RoundedDrafter):
             self.planned = drafter
 
-    def draft_by(self, drafters: Sequence[Drafter], planner: HostPlanner) -> None:
-        """Use only these drafters and this planner from now on."""
-        self.drafters, self.planner = list(drafters), planner
-
-    @property
-    def policy(self) -> DraftPolicy:
-        """The policy of the planner, which steps of the device share."""
-        return self.planner.policy
+    def draft_by(self, drafters: Sequence[Drafter], policy: Policy) -> None:
+        """Use only these drafters and this policy from now on."""
+        self.drafters, self.policy = list(drafters), policy
 
     @property
     def head(self) -> HeadDrafter | None:
@@ -126,7 +120,7 @@ class Speculation:
         self._mark_s = self.clock()
         self._took_s = self._mark_s - start_s
         if new := sum(not row.is_decode and bool(row.sample_at) for row in rows):
-            self.planner.on_new_rows(new / len(rows))
+            self.policy.on_new_rows(new / len(rows))
         return drafts
 
     def skips_plan(self, requests: Sequence[Request]) -> bool:
@@ -137,18 +131,18 @@ class Speculation:
         self.acceptance.begin_step()
         if any(map(self.skips_draft, requests)):
             return False
-        if self.planner.scans and self.looks:
+        if self.policy.scans and self.looks:
             spare = MOST_INDEXED
             for request in requests:
                 # In repeated text a look-up finds a continuation.
                 echo = self._echoes.setdefault(request.number, RepetitionIndex())
                 before = echo.indexed
                 if echo.repeats(request.tokens, spare):
-                    self.planner.request_plan()
+                    self.policy.request_plan()
                 spare -= echo.indexed - before
-        if not self.planner.skips_plan():
+        if not self.policy.skips_plan():
             return False
-        if not self.planner.is_idle:
+        if not self.policy.is_idle:
             self.head_state.catch_up(requests)
             self._mark_s = self.clock()
         return True
@@ -171,11 +165,11 @@ class Speculation:
             return list(map(merged, requests, answers))
 
         grows = self.planned is not None
-        planned = self.planner.plan(batch, tracks, rooms, look_up if self.looks else None, grows=grows)
+        planned = self.policy.plan(batch, tracks, rooms, look_up if self.looks else None, grows=grows)
         if not any(planned) and not any(proposal.num_drafted for answer in answers for _, proposal in answer):
             # The common case while drafting does not pay; the code below would take longer than the plan.
             self.head_state.catch_up([row.request for row in rows])
-            self.planner.cut(batch, [])
+            self.policy.cut(batch, [])
             return drafts
         wanted = list(map(widened, planned, map(merged, requests, answers)))
         shapes = self._fitting(requests, planned, wanted, lends=lend is not None)
@@ -184,7 +178,7 @@ class Speculation:
             requests, [plan and shape for plan, shape in zip(planned, shapes, strict=True)], answers
         )
         wholes = self._merge(requests, planned, shapes, answers)
-        for i, request, proposal in zip(decoding, requests, self.planner.cut(batch, wholes), strict=True):
+        for i, request, proposal in zip(decoding, requests, self.policy.cut(batch, wholes), strict=True):
             drafts[i] = self._borrow(request, proposal, lend or self.backing.begin)
             if self.synthetic and drafts[i] is None:
                 self.acceptance.note(request, None)  # it was not verified
@@ -251,7 +245,7 @@ class Speculation:
         is_uniform = len({shape and (shape.topk, shape.num_steps) for shape in requested}) == 1
         is_known = self.backing.arena.first_passes == first_passes
         shape = requested[0] if is_uniform and backlog <= CLOSE and is_known else None
-        self.planner.observe_draft(shape, len(wanted), took_s)
+        self.policy.observe_draft(shape, len(wanted), took_s)
 
     def _merge(
         self,
@@ -324,9 +318,9 @@ class Speculation:
 
     def observe_step(self, widths: Sequence[int], tokens: int) -> None:
         """Record a step's time since drafting; `widths` are those of the decode rows."""
-        if self.learns and widths and not self.planner.is_idle:
+        if self.learns and widths and not self.policy.is_idle:
             took_s, groups = self.clock() - self._mark_s, len(set(widths))
-            self.planner.observe_step(
+            self.policy.observe_step(
                 len(widths), tokens, took_s, self.acceptance.gained, self._took_s, groups=groups
             )
 
@@ -341,12 +335,12 @@ class Speculation:
     def experience(self) -> AcceptanceSnapshot:
         """Return a copy of the acceptance statistics."""
         tallies = tuple(deepcopy(drafter.calibrator.tallies) for drafter in self.drafters)
-        return AcceptanceSnapshot(self.acceptance.kinds(), tallies, replace(self.planner.worth))
+        return AcceptanceSnapshot(self.acceptance.kinds(), tallies, replace(self.policy.worth))
 
     def recall(self, experience: AcceptanceSnapshot | None) -> None:
         """Restore earlier acceptance statistics; None: the initial ones."""
         self.acceptance.recall(experience.kinds if experience else {})
-        self.planner.recall(experience.worth if experience else DraftWorth())
+        self.policy.recall(experience.worth if experience else DraftWorth())
         for i, drafter in enumerate(self.drafters):
             if experience:
                 drafter.calibrator.recall(experience.tallies[i])

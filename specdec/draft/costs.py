@@ -2,22 +2,20 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from math import log2
 from statistics import median
 
 KEPT = 7
-"""Samples kept where the machine's changes are followed: enough to ignore outliers."""
+"""Samples per cell: enough to ignore outliers, few enough to follow changes of the machine."""
 KEPT_WIDTH = 32
-"""Samples per width relative to the pace; more than `KEPT` because relative costs change slowly."""
-KNOWN = 4
-"""Samples from which a width's time is trusted."""
+"""Samples per width; more than `KEPT` because the relative cost of widths changes slowly."""
 
 EXACT = 64
 TICK_S = 1e-9
 """Minimum time, for clocks too coarse to measure a step."""
-NEAR = 2
-"""Distance in buckets within which row counts share measurements: a factor of 1.4."""
+STALE = 200
+"""Steps after which a measurement is out of date."""
 GROUP = 0.01
 """Assumed cost of one more width group, as a fraction of a step, until measured."""
 
@@ -33,8 +31,26 @@ def quiet(times: Collection[float]) -> float:
     return sorted(times)[(len(times) - 1) // 4]
 
 
+class CostSamples:
+    """The last times of each cell."""
+
+    def __init__(self) -> None:
+        self._cells: dict[Hashable, deque[float]] = {}
+        self._quiet: dict[Hashable, float] = {}
+
+    def add(self, cell: Hashable, seconds: float) -> None:
+        """Add a time."""
+        kept = self._cells.setdefault(cell, deque(maxlen=KEPT))
+        kept.append(seconds)
+        self._quiet[cell] = quiet(kept)
+
+    def get(self, cell: Hashable) -> float | None:
+        """Return the lower quartile of the cell's last times, or None."""
+        return self._quiet.get(cell)
+
+
 class Costs:
-    """Predict seconds from the number of rows and a width: tokens of a host step, or levels of a draft.
+    """Predict seconds from the number of rows and a width: tokens of a verify step, or levels of a draft.
 
     There is one line per bucket of rows and number of widths. Unmeasured keys use the nearest line; a line
     with a single point takes its slope from the nearest line with two. Lines are straight in `work`.
@@ -42,13 +58,10 @@ class Costs:
     Machine load and context length scale all widths alike, while mostly one width is in use. So times are
     stored relative to a `pace`, which adapts quickly; the relative times adapt slowly. Both use the lower
     quartile: other load lengthens all work in proportion.
-
-    If not `paced`, times are absolute and the last `KEPT` count: a shape that is tried once in a thousand
-    steps must not be mistaken for a change of pace.
     """
 
-    def __init__(self, work: Work = float, *, paced: bool = True) -> None:
-        self._work, self._paced = work, paced
+    def __init__(self, work: Work = float) -> None:
+        self._work = work
         self._lines: dict[tuple[int, int], CostCurve] = {}
         """Keyed by the bucket of rows and the number of widths."""
         self._ratios: deque[float] = deque([1.0], maxlen=KEPT)
@@ -57,9 +70,9 @@ class Costs:
 
     def observe(self, rows: int, width: int, seconds: float, groups: int = 1) -> None:
         """Record a measured time by rows, width and number of width groups."""
-        line = self._lines.setdefault((bucket(rows), groups), CostCurve(KEPT_WIDTH if self._paced else KEPT))
+        line = self._lines.setdefault((bucket(rows), groups), CostCurve())
         seconds = max(seconds, TICK_S)
-        if self._paced and (usual_s := line.settled(width)):
+        if usual_s := line.settled(width):
             self._ratios.append(seconds / usual_s)
             self.pace = quiet(self._ratios)
         line.add(width, self._work(width), seconds / self.pace)
@@ -90,18 +103,6 @@ class Costs:
         line = self._lines.get((bucket(rows), 1))
         return line is not None and line.settled(width) is not None
 
-    def measured(self, rows: int, width: int) -> float:
-        """Return the seconds of a width at the nearest row count where it was measured; 0 if none is near.
-
-        A straight line from other widths misses steps of the cost, as at the edge of a kernel's tile.
-        """
-        at = bucket(rows)
-        for key in sorted(range(at - NEAR, at + NEAR + 1), key=lambda key: abs(key - at)):
-            line = self._lines.get((key, 1))
-            if line and line.samples(width):
-                return self.pace * line.at(self._work(width), 0.0)
-        return 0.0
-
 
 def _nearest(keys: Collection[tuple[int, int]], key: tuple[int, int]) -> tuple[int, int]:
     """Return the key with the nearest row bucket, ties broken by the nearest number of groups."""
@@ -111,9 +112,7 @@ def _nearest(keys: Collection[tuple[int, int]], key: tuple[int, int]) -> tuple[i
 class CostCurve:
     """Monotone piecewise-linear times by work, with one slope beyond the measured range."""
 
-    def __init__(self, kept: int) -> None:
-        """Keep this many samples per width."""
-        self._most = kept
+    def __init__(self) -> None:
         self._keys: list[int] = []
         self._kept: list[deque[tuple[float, float]]] = []
         self._found: list[tuple[float, float]] = []
@@ -127,7 +126,7 @@ class CostCurve:
         i = bisect_left(self._keys, key)
         if i == len(self._keys) or self._keys[i] != key:
             self._keys.insert(i, key)
-            self._kept.insert(i, deque(maxlen=self._most))
+            self._kept.insert(i, deque(maxlen=KEPT_WIDTH))
             self._found.insert(i, (work, time))
         kept = self._kept[i]
         kept.append((work, time))
@@ -148,15 +147,12 @@ class CostCurve:
         times = [time for time, _, points in pools for _ in range(points)]
         return [(work, time) for (work, _), time in zip(self._found, times, strict=True)]
 
-    def samples(self, width: int) -> int:
-        """Return the number of samples at a width."""
-        i = bisect_left(self._keys, key := _width_key(width))
-        return len(self._kept[i]) if i < len(self._keys) and self._keys[i] == key else 0
-
     def settled(self, width: int) -> float | None:
         """Return the time at a width with enough samples, or None."""
-        is_settled = self.samples(width) >= KNOWN
-        return self._found[bisect_left(self._keys, _width_key(width))][1] if is_settled else None
+        key = _width_key(width)
+        i = bisect_left(self._keys, key)
+        is_settled = i < len(self._keys) and self._keys[i] == key and len(self._kept[i]) > KEPT // 2
+        return self._found[i][1] if is_settled else None
 
     @property
     def slope(self) -> float | None:

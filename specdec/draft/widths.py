@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import attrgetter, itemgetter
 
-from specdec.draft.policy import MARGIN, rate
 from specdec.draft.proposal import Proposal
 
+MARGIN = 1.02
+"""Minimum gain over no draft, so that small estimation errors cost nothing."""
 WIDTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)
 """Candidate widths: few, so that the cost of each is known soon."""
 APART = 2
@@ -142,3 +143,8 @@ def counts(total: int) -> Iterator[int]:
         yield count
         count *= 2
     yield total
+
+
+def rate(tokens: float, seconds: float) -> float:
+    """Return tokens per second."""
+    return tokens / max(seconds, 1e-9)

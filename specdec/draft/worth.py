@@ -1,5 +1,10 @@
-"""Track whether drafting pays, from measured steps, in plain steps as the budget for trying it."""
+"""Track whether drafting pays, from measured steps, and budgets for trying it while it does not.
 
+The unit is the plain step: the time of the same rows without drafts. So a slower machine or a larger batch
+changes neither.
+"""
+
+import math
 from dataclasses import dataclass
 
 MOST = 4.0
@@ -28,3 +33,32 @@ class DraftWorth:
         increase = max(EACH - self.trust, 0.0)
         self.trust, self.active = self.trust + increase, True
         return increase
+
+
+@dataclass(slots=True)
+class ProbeBudget:
+    """A share of the time for work that is not expected to pay."""
+
+    share: float
+    debt: float = 0.0
+    """Plain steps spent and not yet repaid."""
+
+    def earn(self, steps: int) -> None:
+        """Repay the share of this many steps; at most one step is saved up."""
+        self.debt = max(self.debt - self.share * steps, -1.0)
+
+    def spend(self, steps: float) -> None:
+        """Charge this many plain steps."""
+        self.debt = max(self.debt + steps, -1.0)
+
+    @property
+    def is_open(self) -> bool:
+        return self.debt < 0
+
+    def may_overdraw(self, steps_since_plan: int) -> bool:
+        """Return whether overdrawing by at most one step is allowed, for work that may pay."""
+        return self.debt - self.share * steps_since_plan < 1
+
+    def wait(self) -> int:
+        """Return the number of steps until the budget is open."""
+        return math.floor(max(self.debt, 0.0) / self.share) + 1

@@ -28,11 +28,10 @@ from specdec.core.parallel.executor import LeaderExecutor
 from specdec.core.parallel.group import LeaderGroup
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculation import Speculation
-from specdec.draft.chooser import ShapeChooser
 from specdec.draft.head import DraftHead
-from specdec.draft.planner import HostPlanner
-from specdec.draft.policy import DraftPolicy
+from specdec.draft.policy import Policy
 from specdec.draft.rounded import QuantisedCopy
+from specdec.draft.uniform import UniformPolicy
 from specdec.errors import CapacityError, ConfigError
 from specdec.kernels.native.instruction_sets import describe_kernels
 from specdec.kernels.native.threads import without_helpers
@@ -222,15 +221,16 @@ def assemble(
         chunk_tokens=settings.config.chunk_tokens,
         work=ReadingWork.of(network.spec),
     )
-    planner = HostPlanner(
-        DraftPolicy(settings.bounds, adaptive=settings.config.adaptive),
+    policy = Policy(
+        settings.bounds,
+        adaptive=settings.config.adaptive,
         mixed=not settings.graphs
         or settings.kernels == "native",  # captured windows are padded to the widest
         work=token_work(network.spec),
         clock=clock,
     )
     speculation = Speculation(
-        planner,
+        policy,
         BACKINGS[settings.config.slots](arena),
         scheduler,
         network.kernels,
@@ -334,8 +334,8 @@ def _runner(loop: DecodeLoop, network: Network, settings: Resolved) -> Runner | 
     host = RunnerHost(loop.scheduler, loop.speculation, lambda: loop.counts, loop.commit_and_emit)
     runner: Runner = HostDraftRunner(batch, host)
     if drafts:
-        chooser = ShapeChooser(loop.speculation.policy if settings.drafters else None)
-        runner = DeviceDraftRunner(batch, host, chooser, lazy=settings.device.type == "cpu")
+        policy = UniformPolicy(bounds, adaptive=settings.config.adaptive)
+        runner = DeviceDraftRunner(batch, host, policy, lazy=settings.device.type == "cpu")
     if graphs:
         graphs.capture(runner.graph_keys())
     if taped and not taped.plan(runner.graph_keys()) and settings.config.graphs is None:

@@ -10,8 +10,7 @@ from specdec.core.engine_core import EngineCore
 from specdec.core.request import Request
 from specdec.draft.calibration import Calibrator
 from specdec.draft.drafter import Drafter, DraftRequest, StatelessDrafter
-from specdec.draft.planner import HostPlanner
-from specdec.draft.policy import DraftPolicy
+from specdec.draft.policy import Policy
 from specdec.draft.proposal import DraftShape, Proposal
 from specdec.draft.widths import WIDTHS
 
@@ -48,14 +47,14 @@ class WarmupDrafter(StatelessDrafter):
 
 def warm_up(core: EngineCore) -> None:
     """Measure the costs of steps and drafts for the policy, without other lasting effects."""
-    speculation, planner = core.loop.speculation, core.loop.speculation.planner
-    drafters, widest = speculation.drafters, planner.policy.bounds.num_draft_tokens
+    speculation, policy = core.loop.speculation, core.loop.speculation.policy
+    drafters, widest = speculation.drafters, policy.bounds.num_draft_tokens
     planned: list[Drafter] = [speculation.planned] if speculation.planned else []
     widths = [1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest]
     # A plain step after a draft must fold it; those after another plain step show the plain cost.
     steps: list[Turn] = [([], None)] * 3
     steps += [([WarmupDrafter(core.vocab)], DraftShape(width - 1, 1, width)) for width in widths if width > 1]
-    drafts: list[Turn] = [(planned, shape) for shape in _tried(planner.policy) if planned]
+    drafts: list[Turn] = [(planned, shape) for shape in _tried(policy) if planned]
     # Shapes longer than any sequence cannot be measured.
     steps, drafts = (
         [
@@ -67,9 +66,9 @@ def warm_up(core: EngineCore) -> None:
     )
     logger.info("timing %d widths and %d drafts before the first request", len(steps), len(drafts))
     request = None
-    for turn_drafters, shape in itertools.chain(_until_known(steps, planner), _until_known(drafts, planner)):
+    for turn_drafters, shape in itertools.chain(_until_known(steps, policy), _until_known(drafts, policy)):
         # End it before its text does: an artificial text must not be cached.
-        speculation.draft_by(turn_drafters, planner.of_shape(shape, drafts=turn_drafters is planned))
+        speculation.draft_by(turn_drafters, policy.of_shape(shape, drafts=turn_drafters is planned))
         if request and (request.finish_reason or request.num_remaining_tokens <= _depth(shape)):
             _end(core, request)
             request = None
@@ -81,14 +80,14 @@ def warm_up(core: EngineCore) -> None:
             core.step()
     if request:
         _end(core, request)
-    speculation.draft_by(drafters, planner)
+    speculation.draft_by(drafters, policy)
     speculation.recall(None)
     core.loop.reset_counts()
-    costs = {width: round(planner.steps.predict(1, width) * 1e3, 2) for width in widths}
+    costs = {width: round(policy.steps.predict(1, width) * 1e3, 2) for width in widths}
     logger.info("a step of one row takes, in ms by width: %s", costs)
 
 
-def _tried(policy: DraftPolicy) -> tuple[DraftShape, ...]:
+def _tried(policy: Policy) -> tuple[DraftShape, ...]:
     """Return the shapes whose drafting is timed: deep chains as sparsely as wide steps.
 
     Costs in between are interpolated, since each shape takes extra passes to time.
@@ -98,12 +97,12 @@ def _tried(policy: DraftPolicy) -> tuple[DraftShape, ...]:
     return tuple(shape for shape in policy.shapes if shape.topk > 1 or shape.num_steps in depths)
 
 
-def _until_known(turns: Sequence[Turn], planner: HostPlanner) -> Iterator[Turn]:
+def _until_known(turns: Sequence[Turn], policy: Policy) -> Iterator[Turn]:
     """Yield turns round by round, so that a slow moment does not affect a single kind."""
     until_s = time.perf_counter() + LONGEST_S
     for count in range(1, ROUNDS + 1):
         yield from turns
-        if all(_is_known(turn, planner) for turn in turns) and (
+        if all(_is_known(turn, policy) for turn in turns) and (
             count >= ENOUGH or time.perf_counter() > until_s
         ):
             return
@@ -121,11 +120,11 @@ def _end(core: EngineCore, request: Request) -> None:
         planned.on_preempt(request.number)
 
 
-def _is_known(turn: Turn, planner: HostPlanner) -> bool:
+def _is_known(turn: Turn, policy: Policy) -> bool:
     turn_drafters, shape = turn
     if shape and not isinstance(turn_drafters[0], WarmupDrafter):
-        return planner.drafts[shape.topk].knows(1, shape.num_steps)
-    return planner.steps.knows(1, shape.num_draft_tokens if shape else 1)
+        return policy.drafts[shape.topk].knows(1, shape.num_steps)
+    return policy.steps.knows(1, shape.num_draft_tokens if shape else 1)
 
 
 def _begin(core: EngineCore) -> Request:

@@ -18,8 +18,7 @@ from specdec.core.outputs import Delta
 from specdec.core.request import OutputToken, Request
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculation import Speculation
-from specdec.draft.planner import HostPlanner
-from specdec.draft.policy import DraftPolicy
+from specdec.draft.policy import Policy
 from specdec.draft.proposal import DraftShape
 from specdec.errors import CapacityError, SpecdecError
 from specdec.kernels.table import load_kernels
@@ -299,8 +298,7 @@ def test_draft_slots_shrink_before_anyone_waits(backing: str) -> None:
     for spare in range(14):
         bench = Bench(slabs=24)
         slots = BACKINGS[backing](bench.arena)
-        planner = HostPlanner(DraftPolicy(shape, adaptive=False))
-        speculation = Speculation(planner, slots, bench.scheduler, load_kernels("cpu"))
+        speculation = Speculation(Policy(shape, adaptive=False), slots, bench.scheduler, load_kernels("cpu"))
         speculation.add_drafter(WarmupDrafter(10))
         rows = [bench.submit(number, prompt=4, max_tokens=40) for number in (1, 2)]
         bench.step()

@@ -4,13 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 from specdec.draft.acceptance import TrackRecord
 from specdec.draft.calibration import Calibrator
 from specdec.draft.grow import Grower
-from specdec.draft.planner import HostPlanner, StepBatch
-from specdec.draft.policy import DraftPolicy
+from specdec.draft.policy import Policy, StepBatch
 from specdec.draft.proposal import DraftShape, Proposal
 from specdec.draft.widths import WIDTHS
 
@@ -83,17 +81,12 @@ class Outcome:
         return self.wasted_ms / self.total_ms
 
 
-def make_planner(bounds: DraftShape, *, adaptive: bool = True, **fields: Any) -> HostPlanner:
-    """Return a planner with a policy of its own."""
-    return HostPlanner(DraftPolicy(bounds, adaptive=adaptive), **fields)
-
-
 class World:
-    """Rows that decode endlessly under one planner."""
+    """Rows that decode endlessly under one policy."""
 
     def __init__(
         self,
-        planner: HostPlanner,
+        policy: Policy,
         costs: Costs,
         rate: Rate,
         rows: int = 1,
@@ -105,25 +98,25 @@ class World:
     ) -> None:
         """`found`: scores of the chain that a look-up finds for every row whenever it is asked."""
         self.grows, self.noise = grows, noise
-        self.planner, self.costs, self.rate = planner, costs, rate
+        self.policy, self.costs, self.rate = policy, costs, rate
         self.found = None if found is None else Proposal.chain(0, [0] * len(found), found)
         self.rng, self.calibrator = Random(seed), Calibrator()
         self.track = TrackRecord()
         self.tracks: list[TrackRecord] = []
         self.resize(rows)
         self.steps = 0
-        widest = planner.policy.bounds.num_draft_tokens
+        widest = policy.bounds.num_draft_tokens
         for _ in range(ROUNDS):
             for width in (1, *(1 + nodes for nodes in WIDTHS if 1 + nodes < widest), widest):
-                planner.steps.observe(1, width, self._jitter(costs.verify(width)))
-            for shape in planner.policy.shapes:
-                planner.observe_draft(shape, 1, self._jitter(costs.draft(shape)))
+                policy.steps.observe(1, width, self._jitter(costs.verify(width)))
+            for shape in policy.shapes:
+                policy.observe_draft(shape, 1, self._jitter(costs.draft(shape)))
 
     def resize(self, rows: int) -> None:
         """Add new requests, or end the last ones."""
         new = max(rows - len(self.tracks), 0)
         self.tracks = [*self.tracks[:rows], *(TrackRecord(self.track) for _ in range(new))]
-        self.planner.on_new_rows(new / rows)
+        self.policy.on_new_rows(new / rows)
 
     def renew(self) -> None:
         """Replace all requests by new ones."""
@@ -146,14 +139,14 @@ class World:
             return found
 
         looks = look_up if self.found else None
-        shapes = self.planner.plan(batch, self.tracks, [ROOM] * rows, looks, grows=self.grows)
-        plan_ms, draft_ms = self.costs.plan * (self.planner.current.batch is not None), 0.0
+        shapes = self.policy.plan(batch, self.tracks, [ROOM] * rows, looks, grows=self.grows)
+        plan_ms, draft_ms = self.costs.plan * (self.policy.current.batch is not None), 0.0
         if asked := [shape for shape in shapes if shape]:
             draft_ms = self._jitter(self.costs.draft(asked[0]))
-            self.planner.observe_draft(asked[0], len(asked), draft_ms)
+            self.policy.observe_draft(asked[0], len(asked), draft_ms)
         looked_up = found[0] if found else Proposal.bare(0)
         proposals = [self._draft(shape) if shape else looked_up for shape in shapes]
-        kept = self.planner.cut(batch, proposals)
+        kept = self.policy.cut(batch, proposals)
         width = sum(len(own.tree) for own in kept)
         verify_ms = self._jitter(self.costs.verify(width))
         gained = 0
@@ -168,7 +161,7 @@ class World:
                 self.calibrator.observe(proposal.above(len(emitted)), nodes)
                 depth = min(max(proposal.tree.depths), len(emitted))
                 self.tracks[row].observe(shape, depth, len(nodes) - 1)
-        self.planner.observe_step(rows, width, verify_ms, gained, plan_ms + draft_ms)
+        self.policy.observe_step(rows, width, verify_ms, gained, plan_ms + draft_ms)
         outcome.total_ms += plan_ms + draft_ms + verify_ms
         wider_ms = self.costs.verify(width) - self.costs.verify(rows)
         outcome.wasted_ms += plan_ms + draft_ms + wider_ms

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.draft.costs import GROUP, KEPT, KEPT_WIDTH, KNOWN, Costs, bucket
+from specdec.draft.costs import GROUP, KEPT, KEPT_WIDTH, Costs, CostSamples, bucket
 
 APART = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Widths in different buckets."""
@@ -21,39 +21,13 @@ def alone(times: dict[int, float]) -> Costs:
     return costs
 
 
-def test_absolute_times_answer_with_a_quiet_moment_of_the_last() -> None:
-    costs = Costs(paced=False)
-    assert costs.predict(1, 4) == 0 and not costs.knows(1, 4)
+def test_a_cell_answers_with_a_quiet_moment_of_what_it_saw_last() -> None:
+    samples = CostSamples()
+    assert samples.get("cell") is None
     for seconds in [0.5] * 50 + [9.0, 2.0, 7.0, 1.0, 8.0, 9.0, 3.0][:KEPT]:
-        costs.observe(1, 4, seconds)
-    assert costs.predict(1, 4) == 2.0 and costs.pace == 1.0
-
-
-def test_a_shape_that_is_tried_seldom_does_not_set_the_pace_of_absolute_times() -> None:
-    costs = Costs(paced=False)
-    for levels, seconds in ((0, 1.0), (4, 4.0)):
-        for _ in range(KEPT):
-            costs.observe(1, levels, seconds)
-    for _ in range(KEPT):
-        costs.observe(1, 4, 1.5)
-    assert costs.predict(1, 4) == 1.5 and costs.predict(1, 0) == 1.0
-
-
-def test_a_width_is_known_after_some_samples() -> None:
-    costs = Costs()
-    for _ in range(KNOWN):
-        assert not costs.knows(8, 4)
-        costs.observe(8, 4, 1.0)
-    assert costs.knows(8, 4) and not costs.knows(10, 4) and not costs.knows(8, 5)
-
-
-def test_about_as_many_rows_share_measured_times_and_no_line_replaces_them() -> None:
-    costs = Costs(paced=False)
-    for levels, seconds in ((0, 1.0), (3, 1.2), (7, 3.0)):
-        costs.observe(8, levels, seconds)
-    costs.observe(9, 0, 1.1)
-    assert [costs.measured(9, levels) for levels in (0, 3, 7)] == [1.1, 1.2, 3.0]
-    assert costs.measured(9, 5) == costs.measured(16, 3) == 0
+        samples.add("cell", seconds)
+    assert samples.get("cell") == 2.0
+    assert samples.get("other") is None
 
 
 @pytest.mark.parametrize("rows", [1, 5])

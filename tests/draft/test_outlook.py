@@ -4,10 +4,9 @@ import pytest
 
 from specdec import SamplingParams, SpecEngine
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.chooser import ShapeChooser
 from specdec.draft.decision import DraftDecision
-from specdec.draft.policy import DraftPolicy
 from specdec.draft.proposal import DraftShape
+from specdec.draft.uniform import UniformPolicy
 
 PROMPT = "class Parser:\n    def "
 
@@ -60,11 +59,10 @@ def test_reasons_by_hand() -> None:
 @pytest.mark.parametrize(("cost", "pays"), [(1.2, True), (9.0, False)])
 def test_steps_of_the_device_are_judged_by_what_they_took(cost: float, pays: bool) -> None:
     """All drafts are accepted: a chain of one gives two tokens per step."""
-    policy, track = DraftPolicy(DraftShape(1, 1, 2), adaptive=True), TrackRecord()
-    chooser = ShapeChooser(policy)
+    policy, track = UniformPolicy(DraftShape(1, 1, 2), adaptive=True), TrackRecord()
     for _ in range(40):
-        shape = chooser.choose([track])
-        chooser.observe(shape, 1, cost if shape else 1.0)
+        shape = policy.choose([track])
+        policy.observe(shape, 1, cost if shape else 1.0)
         if shape:
             track.observe(shape, 1, 1)
     told = policy.outlook

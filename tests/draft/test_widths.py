@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.draft.planner import HostPlanner, StepBatch
-from specdec.draft.policy import MARGIN, DraftPolicy
+from specdec.draft.policy import Policy, StepBatch
 from specdec.draft.proposal import DraftShape, Proposal
-from specdec.draft.widths import WIDTHS, Curve, WidthCut, best_cut, gains
+from specdec.draft.widths import MARGIN, WIDTHS, Curve, WidthCut, best_cut, gains
 from tests.draft.naive import proposals
 
 DEPTH = 7
@@ -116,17 +115,17 @@ def test_nothing_drafted_is_nothing_verified() -> None:
     assert cut == WidthCut((0, 0, 0), pytest.approx(3 / 1.3), pytest.approx(1.3))
 
 
-def planned(rows: int, token: float, *, mixed: bool = True, group: float = 0.0) -> HostPlanner:
-    """Return a planner with measured times for these rows and several widths."""
-    planner = HostPlanner(DraftPolicy(DraftShape(DEPTH, 1, DEPTH + 1), adaptive=True), mixed=mixed)
+def planned(rows: int, token: float, *, mixed: bool = True, group: float = 0.0) -> Policy:
+    """Return a policy with measured times for these rows and several widths."""
+    policy = Policy(DraftShape(DEPTH, 1, DEPTH + 1), adaptive=True, mixed=mixed)
     for groups in range(1, 5):
         for tokens in (rows, 2 * rows, 4 * rows, 8 * rows):
-            planner.steps.observe(rows, tokens, straight(0, token, group)(groups)(tokens), groups)
-    return planner
+            policy.steps.observe(rows, tokens, straight(0, token, group)(groups)(tokens), groups)
+    return policy
 
 
-def kept_rate(planner: HostPlanner, drafted: Sequence[Proposal], token: float) -> float:
-    kept = planner.cut(StepBatch(len(drafted), len(drafted)), drafted)
+def kept_rate(policy: Policy, drafted: Sequence[Proposal], token: float) -> float:
+    kept = policy.cut(StepBatch(len(drafted), len(drafted)), drafted)
     return rate_of([own.num_drafted for own in kept], sums_of(drafted), straight(len(drafted), token))
 
 
@@ -159,7 +158,7 @@ def test_a_row_that_got_another_rows_width_gives_less(monkeypatch: pytest.Monkey
         return WidthCut((*cut.widths[1:], cut.widths[0]), cut.rate, cut.seconds)
 
     right = [kept_rate(planned(rows, token), chains(seed, rows), token) for seed in range(5)]
-    monkeypatch.setattr("specdec.draft.planner.best_cut", wrong)
+    monkeypatch.setattr("specdec.draft.policy.best_cut", wrong)
     moved = [kept_rate(planned(rows, token), chains(seed, rows), token) for seed in range(5)]
     assert all(bad < good for bad, good in zip(moved, right, strict=True))
 
@@ -167,14 +166,14 @@ def test_a_row_that_got_another_rows_width_gives_less(monkeypatch: pytest.Monkey
 def test_what_groups_cost_is_learnt_from_steps() -> None:
     rows, token = 16, 1 / 32
     drafted = chains(1, rows)
-    planner = planned(rows, token)
-    assert len({own.num_drafted for own in planner.cut(StepBatch(rows, rows), drafted)}) > 2
+    policy = planned(rows, token)
+    assert len({own.num_drafted for own in policy.cut(StepBatch(rows, rows), drafted)}) > 2
     for groups in (2, 3, 4):
         for tokens in range(20, 60, 3):
             for _ in range(40):
                 seconds = straight(0, token, 1.0)(groups)(tokens)
-                planner.observe_step(rows, tokens, seconds, groups=groups)
-    assert len({own.num_drafted for own in planner.cut(StepBatch(rows, rows), drafted)}) == 1
+                policy.observe_step(rows, tokens, seconds, groups=groups)
+    assert len({own.num_drafted for own in policy.cut(StepBatch(rows, rows), drafted)}) == 1
 
 
 def test_widths_that_are_tried_have_neighbours_that_differ_by_a_factor() -> None:
@@ -204,10 +203,10 @@ def test_experts_that_tokens_meet_are_reckoned_with(
     for seed in range(20):
         drafted = chains(seed, 8)
         for name, work in (("straight", float), ("bent", lambda n: 0.05 * n + 0.95 * met(n))):
-            planner = HostPlanner(DraftPolicy(DraftShape(DEPTH, 1, DEPTH + 1), adaptive=True), work=work)
+            policy = Policy(DraftShape(DEPTH, 1, DEPTH + 1), adaptive=True, work=work)
             for rows, tokens in (*((1, n) for n in (1, 2, 3, 4, 6, 8)), *known):
-                planner.steps.observe(rows, tokens, time(tokens))
-            widths = [own.num_drafted for own in planner.cut(StepBatch(8, 8), drafted)]
+                policy.steps.observe(rows, tokens, time(tokens))
+            widths = [own.num_drafted for own in policy.cut(StepBatch(8, 8), drafted)]
             true = rate_of(widths, sums_of(drafted), lambda groups: lambda nodes: time(8 + nodes))
             rates[name].append(true / (8 / time(8)))
     assert min(rates["bent"]) >= 1.0

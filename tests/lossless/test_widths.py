@@ -12,7 +12,7 @@ import pytest
 from specdec import SpecEngine
 from specdec.core.batch import StepReport
 from specdec.draft.costs import Costs
-from specdec.draft.planner import HostPlanner
+from specdec.draft.policy import Policy
 from specdec.errors import SpecdecError
 from specdec.state_slots.integrity import IntegrityError
 from specdec.state_slots.window import Row, Window, build_window
@@ -23,14 +23,14 @@ from tests.selection import only
 Known = Callable[[str], tuple[Path, list[Case]]]
 
 
-def fix_costs(planner: HostPlanner) -> None:
+def fix_costs(policy: Policy) -> None:
     """Fix the costs so that a row's token costs a sixth of a pass: the policy then mixes widths."""
     costs = Costs()
     for rows in (1, 2, 4, 8, 16, 32):
         for tokens in (rows, 16 * rows):
             costs.observe(rows, tokens, 1 + tokens / rows / 6)
     costs.observe = lambda *_: None  # type: ignore[method-assign]
-    planner.steps = costs
+    policy.steps = costs
 
 
 def watch_widths(engine: SpecEngine) -> list[set[int]]:
@@ -50,8 +50,8 @@ def keeps_the_texts(known: Known, family: str, drafter: str, shape: str, backing
     fields: dict[str, Any] = {**SHAPES[shape], "slots": backing, "adaptive": True}
     try:
         with drafting_engine(folder, drafter, cases, **fields) as (engine, _):
-            planner = engine.model.loop.speculation.planner
-            fix_costs(planner)
+            policy = engine.model.loop.speculation.policy
+            fix_costs(policy)
             seen = watch_widths(engine)
             found = generate(engine, cases * 3)
     except (SpecdecError, IntegrityError, AssertionError):

@@ -17,7 +17,7 @@ from specdec.core.loop import DecodeLoop
 from specdec.draft.costs import Costs
 from specdec.draft.drafter import DraftRequest
 from specdec.draft.head import HeadDrafter
-from specdec.draft.policy import DraftPolicy
+from specdec.draft.policy import Policy
 from specdec.draft.proposal import DraftShape, Proposal
 from specdec.draft.widths import WIDTHS
 from specdec.draft.worth import DraftWorth
@@ -68,9 +68,9 @@ def test_every_width_is_measured_several_times(
         policy = warm.model.loop.speculation.policy
         assert policy.bounds == warm.model.settings.bounds and policy.adaptive
         for width in (*(1 + nodes for nodes in WIDTHS if nodes < 12), 1, 13):
-            assert seen[1, width] >= KNOWN and warm.model.loop.speculation.planner.steps.knows(1, width)
+            assert seen[1, width] >= KNOWN and policy.steps.knows(1, width)
         for shape in policy.shapes if draft != "ngram" else ():
-            assert warm.model.loop.speculation.planner.drafts[shape.topk].knows(1, shape.num_steps)
+            assert policy.drafts[shape.topk].knows(1, shape.num_steps)
     assert {rows for rows, _ in seen} == {1}
 
 
@@ -111,10 +111,7 @@ def test_a_shapes_cost_is_its_heads_time(engine: Open, monkeypatch: pytest.Monke
     monkeypatch.setattr("specdec.setup.build.time", SimpleNamespace(thread_time=lambda: now_s[0]))
     with engine("mtp", num_steps=4, topk=3, num_draft_tokens=13) as warm:
         policy = warm.model.loop.speculation.policy
-        found = {
-            s: warm.model.loop.speculation.planner.drafts[s.topk].predict(1, s.num_steps)
-            for s in policy.shapes
-        }
+        found = {s: policy.drafts[s.topk].predict(1, s.num_steps) for s in policy.shapes}
     assert found == {shape: shape.num_steps for shape in found} and len(found) == 5
 
 
@@ -204,27 +201,27 @@ def test_an_experience_holds_whether_plans_paid(folder: Path) -> None:
         speculation = engine.model.loop.speculation
         fresh = speculation.experience()
         assert fresh.worth == DraftWorth()
-        speculation.planner.worth.note(-2.0)
+        speculation.policy.worth.note(-2.0)
         tired = speculation.experience()
         assert tired.worth.trust == DraftWorth().trust - 2
         speculation.recall(fresh)
-        assert speculation.planner.worth == DraftWorth()
+        assert speculation.policy.worth == DraftWorth()
         speculation.recall(tired)
-        speculation.planner.worth.trust = 1.5
+        speculation.policy.worth.trust = 1.5
         assert tired.worth.trust == DraftWorth().trust - 2  # the saved trust is unchanged either way
         speculation.recall(None)
-        assert speculation.planner.worth == DraftWorth()
+        assert speculation.policy.worth == DraftWorth()
 
 
 def test_deep_chains_are_timed_sparsely(engine: Open) -> None:
     """Each needs separate passes: timing up to the deepest draft delayed an engine by a minute."""
-    policy = DraftPolicy(DraftShape(63, 1, 64), adaptive=True)
+    policy = Policy(DraftShape(63, 1, 64), adaptive=True)
     timed = [shape.num_steps for shape in _tried(policy)]
     assert timed[:5] == [1, 2, 3, 4, 5] and timed[-1] == 63 and len(timed) < 16
     with engine("mtp", num_steps=20, topk=1) as warm:
         policy = warm.model.loop.speculation.policy
-        assert not warm.model.loop.speculation.planner.drafts[1].knows(1, 19)
-        costs = [warm.model.loop.speculation.planner.drafts[1].predict(1, depth) for depth in range(1, 21)]
+        assert not policy.drafts[1].knows(1, 19)
+        costs = [policy.drafts[1].predict(1, depth) for depth in range(1, 21)]
     assert costs == sorted(costs) and costs[-1] > 0
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from specdec.core.draft_record import DraftRecord, merged
 from specdec.core.request import Request
 from specdec.core.speculation import Speculation
-from specdec.draft.chooser import ShapeChooser
-from specdec.draft.policy import MARGIN, rate
 from specdec.draft.proposal import DraftShape
+from specdec.draft.uniform import UniformPolicy
+from specdec.draft.widths import MARGIN
 
 SELDOM = 15
 """Maximum steps between look-ups without use: one takes as long as a small model's step."""
@@ -16,14 +16,14 @@ SELDOM = 15
 class HostLookups:
     """Runs the look-up drafters, with exponential back-off while they are of no use."""
 
-    def __init__(self, speculation: Speculation, chooser: ShapeChooser) -> None:
-        self.speculation, self.chooser = speculation, chooser
+    def __init__(self, speculation: Speculation, policy: UniformPolicy) -> None:
+        self.speculation, self.policy = speculation, policy
         self._wait = self._waited = 0
 
     def find(self, requests: Sequence[Request], shape: DraftShape | None) -> list[DraftRecord | None]:
         """Return by request the look-up result to verify instead of a draft of this shape, or None."""
         nothing: list[DraftRecord | None] = [None] * len(requests)
-        bounds = self.chooser.bounds
+        bounds = self.policy.bounds
         if bounds is None or self._waited < self._wait:
             self._waited += 1
             return nothing
@@ -36,8 +36,8 @@ class HostLookups:
         drafted = [self._expected(request, shape) for request in requests]
         gains = [max(sum(p.scores[1:]), gain) for p, gain in zip(proposals, drafted, strict=True)]
         rows = len(requests)
-        before = rate(rows + sum(drafted), self.chooser.cost(shape, rows))
-        pays = rate(rows + sum(gains), self.chooser.cost_of_found(shape, rows)) > MARGIN * before
+        before = (rows + sum(drafted)) / self.policy.cost(shape, rows)
+        pays = (rows + sum(gains)) / self.policy.cost_of_found(shape, rows) > MARGIN * before
         self._wait = 0 if pays else min(2 * self._wait + 1, SELDOM)
         if not pays:
             return nothing

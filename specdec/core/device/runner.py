@@ -18,8 +18,9 @@ from specdec.core.request import Request
 from specdec.core.scheduler import Scheduler
 from specdec.core.speculation import Speculation
 from specdec.core.stats import PhaseTimer, SpeculationCounts
-from specdec.draft.chooser import ShapeChooser
+from specdec.draft.decision import DraftDecision
 from specdec.draft.proposal import DraftShape
+from specdec.draft.uniform import UniformPolicy
 from specdec.draft.widths import WIDTHS
 from specdec.kernels.sampling.rules import NO_TOKEN
 from specdec.state_slots.tree import TokenTree
@@ -70,6 +71,11 @@ class Runner(ABC):
         """Next time to check whether a waiting caller's turn has come."""
         self._load_s = self._idle_s = 0.0
         """Seconds to load the batch, and cost of idle rows since, by the step clock."""
+
+    @property
+    def outlook(self) -> DraftDecision | None:
+        """Current drafting decision, if it is made for device steps."""
+        return None
 
     @abstractmethod
     def graph_keys(self) -> list[GraphKey]:
@@ -154,7 +160,7 @@ class Runner(ABC):
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:
         """Return why the host must run this step, or None."""
-        if self._drafts_on_host(requests) and self.host.speculation.planner.plans_next:
+        if self._drafts_on_host(requests) and self.host.speculation.policy.plans_next:
             return PLANNED
         if len(requests) != len(self.host.scheduler.running) or not all(r.is_decoding for r in requests):
             return "prefill"
@@ -221,10 +227,10 @@ class DeviceDraftRunner(Runner):
     A `lazy` head is not run while nothing is drafted: its pending hidden states stay on the host.
     """
 
-    def __init__(self, batch: DeviceBatch, host: RunnerHost, chooser: ShapeChooser, *, lazy: bool) -> None:
+    def __init__(self, batch: DeviceBatch, host: RunnerHost, policy: UniformPolicy, *, lazy: bool) -> None:
         super().__init__(batch, host)
-        self.chooser, self.lazy = chooser, lazy
-        self.look_ups = HostLookups(host.speculation, chooser) if host.speculation.looks else None
+        self.policy, self.lazy = policy, lazy
+        self.look_ups = HostLookups(host.speculation, policy) if host.speculation.looks else None
         self._found: dict[Request, DraftRecord] = {}
         """Look-up results verified in the next step, which the device did not draft."""
         self._first_passes = 0
@@ -239,7 +245,7 @@ class DeviceDraftRunner(Runner):
 
     def _refusal(self, requests: Sequence[Request]) -> str | None:
         """Refuse batches in which only some rows may draft."""
-        if self.chooser.bounds and len({request.params.speculate for request in requests}) > 1:
+        if self.policy.bounds and len({request.params.speculate for request in requests}) > 1:
             return "rows with and without drafts in one batch"
         return super()._refusal(requests)
 
@@ -250,18 +256,22 @@ class DeviceDraftRunner(Runner):
 
     def graph_keys(self) -> list[GraphKey]:
         """Return the keys of every shape, and of no draft, which requests may ask for."""
-        keys = list(map(self._key, dict.fromkeys((None, *self.chooser.shapes))))
-        if self.look_ups and self.chooser.bounds:
-            keys += [key.finding(self.chooser.bounds.num_draft_tokens) for key in keys]
+        keys = list(map(self._key, dict.fromkeys((None, *self.policy.shapes))))
+        if self.look_ups and self.policy.bounds:
+            keys += [key.finding(self.policy.bounds.num_draft_tokens) for key in keys]
         return list(dict.fromkeys(keys))
 
     def _key(self, shape: DraftShape | None) -> GraphKey:
         reads = shape is not None or not self.lazy
         return GraphKey.drafting(shape, reads=reads, filtered=self.batch.filtered)
 
+    @property
+    def outlook(self) -> DraftDecision | None:
+        return self.policy.outlook
+
     def _reads(self, requests: Sequence[Request]) -> bool:
         if list(requests) != self._asked:
-            self.chooser.reconsider()
+            self.policy.reconsider()
             self._next = None
         if self._next is None:
             self._next, self._asked = (self._choose(requests),), list(requests)
@@ -276,7 +286,7 @@ class DeviceDraftRunner(Runner):
     def _choose(self, requests: Sequence[Request]) -> DraftShape | None:
         if self._drafts_on_host(requests) or not all(request.params.speculate for request in requests):
             return None
-        return self.chooser.choose([self.host.speculation.acceptance.of(request) for request in requests])
+        return self.policy.choose([self.host.speculation.acceptance.of(request) for request in requests])
 
     def _advance(self) -> bool:
         requests = self.batch.requests
@@ -291,8 +301,8 @@ class DeviceDraftRunner(Runner):
             return False  # reload with the head running, or idle
         self._next = None
         trees = self._look_up()
-        if self._found and self.chooser.bounds:
-            key = key.finding(self.chooser.bounds.num_draft_tokens)
+        if self._found and self.policy.bounds:
+            key = key.finding(self.policy.bounds.num_draft_tokens)
         launched = self.batch.launch(key, trees=trees, as_drafted=shape == self._shape)
         self._shape = shape
         if launched and self.batch.is_full:
@@ -333,9 +343,11 @@ class DeviceDraftRunner(Runner):
         seconds = {"whole": 0.0 if before_s is None else now_s - before_s}
         is_known = self.batch.arena.first_passes == self._first_passes
         self._first_passes = self.batch.arena.first_passes
-        if before_s is not None and read.requests and is_known and (self._found or read.as_drafted):
-            found, count = bool(self._found), len(read.requests)
-            self.chooser.observe(read.key.shape, count, seconds["whole"], found=found)
+        if before_s is not None and read.requests and is_known:
+            if self._found:
+                self.policy.observe_found(read.key.shape, len(read.requests), seconds["whole"])
+            elif read.as_drafted:
+                self.policy.observe(read.key.shape, len(read.requests), seconds["whole"])
         for request, outcome in zip(read.requests, read.outcomes, strict=True):
             record = self._found.get(request) or self._drafted(read, outcome)
             self.host.speculation.acceptance.note(request, record)

@@ -21,7 +21,7 @@ from specdec.core.device.drafting import DeviceDrafter
 from specdec.core.device.taped import TapedSteps
 from specdec.core.request import Request
 from specdec.core.scheduler import BLOCKS, Scheduler
-from specdec.draft.planner import HostPlanner
+from specdec.draft.policy import Policy
 from specdec.errors import EngineError
 from specdec.state_slots.prefix.lease import PrefixLease
 from tests.selection import EXHAUSTIVE
@@ -228,7 +228,7 @@ def test_no_slots_are_borrowed_where_the_host_drafts(
         return loaded
 
     monkeypatch.setattr(DeviceBatch, "begin", begin)
-    monkeypatch.setattr(HostPlanner, "plans_next", False)
+    monkeypatch.setattr(Policy, "plans_next", False)
     monkeypatch.setattr(TapedSteps, "pads", plans)
     with SpecEngine(folder, draft="mtp", dtype="float32", max_model_len=64) as engine:
         engine.generate([[1, 2, 3], [4, 5]], GREEDY)

@@ -83,8 +83,8 @@ def test_shapes_may_change_from_step_to_step(known: tuple[Path, list[Case]], dra
     with drafting_engine(folder, draft, cases, graphs=True, adaptive=True, **SHAPES["tree"]) as (engine, _):
         runner = engine.model.loop.runner
         assert isinstance(runner, DeviceDraftRunner)
-        shapes, asked = runner.chooser.shapes, iter(range(10**6))
-        runner.chooser.choose = lambda rows: shapes[next(asked) * 7 % len(shapes)]  # type: ignore[method-assign]
+        shapes, asked = runner.policy.shapes, iter(range(10**6))
+        runner.policy.choose = lambda rows: shapes[next(asked) * 7 % len(shapes)]  # type: ignore[method-assign]
         assert differences(cases, generate(engine, cases)) == []
         assert engine.stats().accepted > 0 or draft == "none"
 
@@ -96,8 +96,8 @@ def test_a_head_drafts_after_any_number_of_steps_without_drafts(known: tuple[Pat
         runner = engine.model.loop.runner
         assert isinstance(runner, DeviceDraftRunner)
         for steps in range(1, 18):
-            choices = chain([None] * steps, repeat(runner.chooser.bounds))
-            runner.chooser.choose = lambda _, choices=choices: next(choices)  # type: ignore[method-assign]
+            choices = chain([None] * steps, repeat(runner.policy.bounds))
+            runner.policy.choose = lambda _, choices=choices: next(choices)  # type: ignore[method-assign]
             assert differences(cases[:1], generate(engine, cases[:1])) == []
         assert engine.stats().accepted > 0
 
@@ -235,10 +235,7 @@ def test_what_surrounds_the_network_never_asks_the_host(known: tuple[Path, list[
         runner = engine.model.loop.runner
         assert isinstance(runner, DeviceDraftRunner)
         batch, network = runner.batch, engine.model.network
-        rows, key = (
-            batch.rows.part(0, 2),
-            GraphKey.drafting(runner.chooser.bounds, reads=True, filtered=False),
-        )
+        rows, key = batch.rows.part(0, 2), GraphKey.drafting(runner.policy.bounds, reads=True, filtered=False)
         hidden = network.spec.hidden
 
         def still(window: Any, *_: Any) -> Tensor:

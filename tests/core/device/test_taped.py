@@ -14,7 +14,7 @@ from specdec.core.device.lookups import HostLookups
 from specdec.core.device.runner import DeviceDraftRunner, Runner
 from specdec.core.device.steps import Steps
 from specdec.core.device.taped import TapedStep, TapedSteps
-from specdec.draft.planner import HostPlanner
+from specdec.draft.policy import Policy
 from specdec.draft.proposal import DraftShape
 from specdec.kernels.native import tape
 from specdec.kernels.native.compiled import compiled
@@ -91,13 +91,13 @@ def test_a_head_that_rests_reads_on_where_it_drafts_again(
         folder, draft, known, graphs=True, slots=backing, adaptive=True, **SHAPES["tree"]
     ) as (engine, _):
         runner, rng = runner_of(engine), Random(3)
-        shapes, seen = runner.chooser.shapes, set[bool]()
+        shapes, seen = runner.policy.shapes, set[bool]()
 
         def choose(rows: object) -> DraftShape | None:
             seen.add(runner.batch.reads)
             return rng.choice(shapes) if rng.random() < 0.4 else None
 
-        runner.chooser.choose = choose  # type: ignore[method-assign]
+        runner.policy.choose = choose  # type: ignore[method-assign]
         for _ in range(3):
             assert differences(known, generate(engine, known)) == []
         assert seen == {True, False} and engine.stats().accepted > 0
@@ -132,12 +132,12 @@ def test_what_is_looked_up_changes_no_text(
     """Some rows draft from earlier outputs by look-up; others verify a head's drafts."""
     with looking(folder, slots=backing, **SHAPES["tree"]) as (engine, used):
         runner = runner_of(engine)
-        shapes = [DraftShape(1, 1, 2), runner.chooser.bounds] if drafts else [None]
+        shapes = [DraftShape(1, 1, 2), runner.policy.bounds] if drafts else [None]
         rng = Random(5)
-        runner.chooser.choose = lambda rows: rng.choice(shapes)  # type: ignore[method-assign]
-        runner.chooser.cost = lambda *_: 1.0  # type: ignore[method-assign]
+        runner.policy.choose = lambda rows: rng.choice(shapes)  # type: ignore[method-assign]
+        runner.policy.cost = lambda *_: 1.0  # type: ignore[method-assign]
         # Sometimes a look-up does not pay.
-        runner.chooser.cost_of_found = lambda *_: rng.choice([1.0, 1.0, 1.0, 9.0])  # type: ignore[method-assign]
+        runner.policy.cost_of_found = lambda *_: rng.choice([1.0, 1.0, 1.0, 9.0])  # type: ignore[method-assign]
         # Which requests share a step depends on thread timing, and so does how often a look-up pays.
         for turn in range(12):
             if turn >= 3 and sum(used) > 20:
@@ -158,7 +158,7 @@ def test_what_is_seldom_of_use_is_seldom_looked_up(folder: Path) -> None:
             return look_up(requests)
 
         engine.model.loop.speculation.look_up = watched  # type: ignore[method-assign]
-        runner.chooser.cost_of_found = lambda *_: 1e9  # type: ignore[method-assign]
+        runner.policy.cost_of_found = lambda *_: 1e9  # type: ignore[method-assign]
         params = SamplingParams(max_tokens=40, temperature=1.5, seed=1, ignore_eos=True)
         engine.generate([[1, 2, 3]] * 2, params)
         assert sum(used) == 0 and 0 < len(asked) < len(used) / 2
@@ -283,7 +283,7 @@ def test_a_resting_head_keeps_little_unread(folder: Path, speculates: bool) -> N
     with SpecEngine(folder, draft="mtp", graphs=True, **settings) as engine:
         runner, most = runner_of(engine), [0]
         if speculates:
-            runner.chooser.choose = lambda rows: None  # type: ignore[method-assign]
+            runner.policy.choose = lambda rows: None  # type: ignore[method-assign]
         head = engine.model.loop.speculation.head
         assert head is not None
 
@@ -300,7 +300,7 @@ def test_what_was_chosen_for_some_is_not_for_others(folder: Path) -> None:
     """A batch that fails to load leaves no draft choice or look-up for the next."""
     with SpecEngine(folder, draft="mtp", dtype="float64", graphs=True, max_model_len=LONGEST) as engine:
         runner = runner_of(engine)
-        runner.chooser.choose = lambda rows: runner.chooser.bounds  # type: ignore[method-assign]
+        runner.policy.choose = lambda rows: runner.policy.bounds  # type: ignore[method-assign]
         begin, calls = runner.batch.begin, [0]
 
         def fails_once(*given: Any, **named: Any) -> bool:
@@ -374,12 +374,12 @@ def test_steps_of_several_rows_are_taped_unless_drafts_are_planned(
     texts = []
     with SpecEngine(folder, draft=draft, dtype="float32", max_model_len=LONGEST) as engine:
         for plans in (False, True):
-            monkeypatch.setattr(HostPlanner, "plans_next", property(lambda _, plans=plans: plans))
+            monkeypatch.setattr(Policy, "plans_next", property(lambda _, plans=plans: plans))
             before = engine.stats().device_steps
             texts.append([done.token_ids for done in engine.generate(prompts, params)])
             assert (engine.stats().device_steps - before >= 10) != plans
         before = engine.stats().device_steps
         engine.generate(prompts, params.model_copy(update={"speculate": False}))
         assert engine.stats().device_steps - before >= 10, "no drafts can be planned for these"
-        assert engine.model.loop.speculation.planner.mixed, "the host pads no rows"
+        assert engine.model.loop.speculation.policy.mixed, "the host pads no rows"
     assert texts[0] == texts[1]

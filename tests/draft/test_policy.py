@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.draft.acceptance import TrackRecord
-from specdec.draft.planner import HostPlanner, StepBatch
+from specdec.draft.policy import LOOKUP_SHARE, Policy, StepBatch
 from specdec.draft.proposal import DraftShape, Proposal
 from specdec.draft.repetition import RepetitionIndex
 from tests.draft.naive import paths, proposals
-from tests.draft.simulation import ROOM, Costs, Outcome, Rate, World, jitter, make_planner, neighbour
+from tests.draft.simulation import ROOM, Costs, Outcome, Rate, World, jitter, neighbour
 
 CHAIN, TREE = DraftShape(7, 1, 8), DraftShape(3, 4, 8)
 TOKENS_DOMINATE = Costs(step=1, token=4, level=1)
@@ -30,7 +30,7 @@ def always(rate: float) -> Rate:
 
 
 def world(bounds: DraftShape, costs: Costs, rate: Rate, rows: int = 1, *, adaptive: bool = True) -> World:
-    return World(make_planner(bounds, adaptive=adaptive), costs, rate, rows)
+    return World(Policy(bounds, adaptive=adaptive), costs, rate, rows)
 
 
 def settled(bounds: DraftShape, costs: Costs, rate: Rate, rows: int = 1) -> Outcome:
@@ -105,7 +105,7 @@ def test_drafting_stops_when_drafts_stop_being_accepted() -> None:
 @pytest.mark.parametrize(("rate", "pays"), [(0.02, False), (0.8, True)])
 def test_what_is_looked_up_alone_is_verified_where_it_pays(rate: float, pays: bool) -> None:
     free, scores = replace(BETWEEN, level=0), [rate**depth for depth in range(1, 8)]
-    alone = World(make_planner(CHAIN), free, always(rate), found=scores, grows=False)
+    alone = World(Policy(CHAIN, adaptive=True), free, always(rate), found=scores, grows=False)
     alone.run(SETTLED)
     found = alone.run(MEASURED)
     assert not found.asked.total() - found.asked[0]
@@ -117,13 +117,13 @@ class Looking:
     """A policy with look-ups only, which reports whether it asked for one; a plan takes part of a step."""
 
     def __init__(self) -> None:
-        self.planner, self.tracks, self.asked = (
-            make_planner(CHAIN, clock=lambda: 0.0),
+        self.policy, self.tracks, self.asked = (
+            Policy(CHAIN, adaptive=True, clock=lambda: 0.0),
             [TrackRecord()],
             0,
         )
         for width in (1, 2, 4, 8):
-            self.planner.steps.observe(1, width, BETWEEN.verify(width))
+            self.policy.steps.observe(1, width, BETWEEN.verify(width))
 
     def looks(self, found: Proposal) -> bool:
         before = self.asked
@@ -132,11 +132,11 @@ class Looking:
             self.asked += 1
             return [found]
 
-        self.planner.plan(StepBatch(1, 1), self.tracks, [ROOM], look_up, grows=False)
+        self.policy.plan(StepBatch(1, 1), self.tracks, [ROOM], look_up, grows=False)
         looked = self.asked > before
-        (kept,) = self.planner.cut(StepBatch(1, 1), [found if looked else Proposal.bare(0)])
+        (kept,) = self.policy.cut(StepBatch(1, 1), [found if looked else Proposal.bare(0)])
         verify_ms, plan_ms = BETWEEN.verify(len(kept.tree)), 0.1 * BETWEEN.verify(1)
-        self.planner.observe_step(1, len(kept.tree), verify_ms, kept.num_drafted, plan_ms if looked else 0.0)
+        self.policy.observe_step(1, len(kept.tree), verify_ms, kept.num_drafted, plan_ms if looked else 0.0)
         return looked
 
     def find_nothing(self, steps: int) -> int:
@@ -151,7 +151,7 @@ def test_plans_rest_only_while_they_do_not_pay() -> None:
     looking = Looking()
     assert all(looking.looks(GOOD if step % 8 == 0 else Proposal.bare(0)) for step in range(200))
     looking.find_nothing(100)
-    assert 0 < looking.find_nothing(2000) <= 2000 * looking.planner.budget.look_ups.share / 0.1 + 1
+    assert 0 < looking.find_nothing(2000) <= 2000 * LOOKUP_SHARE / 0.1 + 1
     while not looking.looks(GOOD):
         pass
     assert looking.looks(GOOD)  # a draft that pays reactivates the policy
@@ -162,7 +162,7 @@ def test_a_new_request_is_planned_for_as_if_plans_had_paid() -> None:
     looking.find_nothing(100)
     assert looking.find_nothing(10) == 0
     looking.tracks = [TrackRecord()]
-    looking.planner.on_new_rows(1.0)
+    looking.policy.on_new_rows(1.0)
     assert looking.looks(Proposal.bare(0)) and looking.looks(Proposal.bare(0))
     assert looking.find_nothing(100) < 20
 
@@ -176,7 +176,7 @@ def test_few_new_rows_among_many_are_not_planned_for() -> None:
         """Replace a row of 64 before each step; return the number of planned steps."""
         planned = 0
         for _ in range(steps):
-            looking.planner.on_new_rows(1 / 64)
+            looking.policy.on_new_rows(1 / 64)
             planned += looking.looks(Proposal.bare(0))
         return planned
 
@@ -195,7 +195,7 @@ SURE = [0.9**depth for depth in range(1, 8)]
 def test_drafts_that_pay_for_one_short_request_in_five_are_found(
     rows: int, found: list[float] | None, least: float
 ) -> None:
-    own = World(make_planner(CHAIN), SMALL, always(0.0), rows, found=found, grows=found is None)
+    own = World(Policy(CHAIN, adaptive=True), SMALL, always(0.0), rows, found=found, grows=found is None)
     own.run(200)
     tokens = 0
     for i in range(100):
@@ -209,11 +209,11 @@ def test_drafts_that_pay_for_one_short_request_in_five_are_found(
 def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() -> None:
     looking = Looking()
     looking.find_nothing(100)
-    looking.planner.request_plan()
+    looking.policy.request_plan()
     assert looking.looks(Proposal.bare(0))
     misled = 0
     for _ in range(100):
-        looking.planner.request_plan()
+        looking.policy.request_plan()
         misled += looking.looks(Proposal.bare(0))
     assert misled < 20
     assert RepetitionIndex().repeats([1, 2, 3, 4, 5, 6, 7, 8] * 2, 1000) and not RepetitionIndex().repeats(
@@ -225,10 +225,10 @@ def test_a_text_that_repeats_itself_is_looked_up_at_once_unless_that_misled() ->
 
 
 def test_a_plan_that_drafts_pays_while_no_costs_are_known() -> None:
-    planner = make_planner(CHAIN)
+    policy = Policy(CHAIN, adaptive=True)
     for _ in range(5):
-        assert planner.plan(StepBatch(1, 1), [TrackRecord()], [ROOM]) == [CHAIN]
-    assert planner.worth.active
+        assert policy.plan(StepBatch(1, 1), [TrackRecord()], [ROOM]) == [CHAIN]
+    assert policy.worth.active
 
 
 SMALL = Costs(step=0.8, token=0.1, level=0.15, plan=0.06)
@@ -242,7 +242,9 @@ NOISES = {"quiet": jitter, "busy": neighbour}
 def test_drafts_that_never_pay_cost_next_to_nothing_after_64_tokens(
     noise: str, seed: int, rate: float
 ) -> None:
-    never = World(make_planner(CHAIN), SMALL, always(rate), seed=seed, noise=NOISES[noise], found=[0.3, 0.1])
+    never = World(
+        Policy(CHAIN, adaptive=True), SMALL, always(rate), seed=seed, noise=NOISES[noise], found=[0.3, 0.1]
+    )
     never.run(64)
     found = never.run(2000)
     typical_ms = found.quiet_ms / found.steps
@@ -254,7 +256,7 @@ def test_drafts_that_never_pay_cost_next_to_nothing_after_64_tokens(
 def test_drafts_that_pay_are_found_in_bounded_steps(noise: str, seed: int) -> None:
     """After a long time without gain: a new phase of a text, or of the load."""
     turns = World(
-        make_planner(CHAIN),
+        Policy(CHAIN, adaptive=True),
         SMALL,
         lambda row, step: 0.05 if step < 1000 else 0.95,
         seed=seed,
@@ -262,7 +264,7 @@ def test_drafts_that_pay_are_found_in_bounded_steps(noise: str, seed: int) -> No
     )
     turns.run(1000)
     before = turns.steps
-    while turns.steps < before + 3000 and not turns.planner.worth.active:
+    while turns.steps < before + 3000 and not turns.policy.worth.active:
         turns.run(20)
     found = turns.run(300)
     assert found.tokens > 3 * found.steps
@@ -276,7 +278,7 @@ def test_drafts_that_pay_are_found_in_bounded_steps(noise: str, seed: int) -> No
 def test_what_a_look_up_finds_is_drafted_anew_only_where_that_is_better(rate: float, drafts: bool) -> None:
     """A head that is right in 0.8 of cases, beside a look-up with accurate scores."""
     scores = [rate**depth for depth in range(1, 8)]
-    beside = World(make_planner(CHAIN), BETWEEN, always(0.8 if drafts else rate), found=scores)
+    beside = World(Policy(CHAIN, adaptive=True), BETWEEN, always(0.8 if drafts else rate), found=scores)
     beside.run(SETTLED)
     found = beside.run(MEASURED)
     assert (found.asked[0] < 0.1 * MEASURED) == drafts
@@ -286,30 +288,31 @@ def test_what_a_look_up_finds_is_drafted_anew_only_where_that_is_better(rate: fl
 
 
 def test_a_row_whose_look_up_pays_is_not_probed_beside_another() -> None:
-    planner, tracks = make_planner(CHAIN), [TrackRecord(), TrackRecord()]
+    policy, tracks = Policy(CHAIN, adaptive=True), [TrackRecord(), TrackRecord()]
     for width in (1, 2, 4, 8, 16):
-        planner.steps.observe(2, width, BETWEEN.verify(width))
-    for shape in planner.policy.shapes:
-        planner.observe_draft(shape, 2, BETWEEN.draft(shape))
+        policy.steps.observe(2, width, BETWEEN.verify(width))
+    for shape in policy.shapes:
+        policy.observe_draft(shape, 2, BETWEEN.draft(shape))
     found = [Proposal.bare(0), Proposal.chain(0, [1, 2, 3, 4, 5], [0.99, 0.98, 0.97, 0.96, 0.95])]
     for _ in range(50):
-        shapes = planner.plan(StepBatch(2, 2), tracks, [ROOM, ROOM], lambda: found)
+        shapes = policy.plan(StepBatch(2, 2), tracks, [ROOM, ROOM], lambda: found)
         assert shapes[1] is None
         drafted = Proposal.chain(0, [7], [0.8]) if shapes[0] else Proposal.bare(0)
-        assert len(planner.cut(StepBatch(2, 2), [drafted, found[1]])[1].tree) == 6
+        assert len(policy.cut(StepBatch(2, 2), [drafted, found[1]])[1].tree) == 6
 
 
 def test_a_probe_is_paid_for_and_what_a_head_reads_for_it() -> None:
-    planner, tracks = make_planner(CHAIN, clock=lambda: 0.0), [TrackRecord()]
+    policy, tracks = Policy(CHAIN, adaptive=True, clock=lambda: 0.0), [TrackRecord()]
     for width in (1, 2, 4, 8):
-        planner.steps.observe(1, width, 50.0)
-    planner.observe_draft(CHAIN, 1, 40.0)
-    planner.worth.trust, planner.worth.active, planner.budget.probes.debt = 0.0, False, -1.0
-    assert planner.plan(StepBatch(1, 1), tracks, [ROOM]) == [CHAIN]
-    planner.observe_draft(None, 1, 520.0)
-    planner.observe_step(1, 1, 50.0, 0, 520.0)
-    assert planner.budget.probes.debt == pytest.approx(520 / 50 - 1, rel=0.01)
-    assert planner.plan(StepBatch(1, 1), tracks, [ROOM]) == [None]
+        policy.steps.observe(1, width, 50.0)
+    policy.observe_draft(CHAIN, 1, 40.0)
+    policy.worth.trust, policy.worth.active, policy.probe_budget.debt = 0.0, False, -1.0
+    policy._rows = tracks
+    assert policy.plan(StepBatch(1, 1), tracks, [ROOM]) == [CHAIN]
+    policy.observe_draft(None, 1, 520.0)
+    policy.observe_step(1, 1, 50.0, 0, 520.0)
+    assert policy.probe_budget.debt == pytest.approx(520 / 50 - 1, rel=0.01)
+    assert policy.plan(StepBatch(1, 1), tracks, [ROOM]) == [None]
 
 
 @pytest.mark.parametrize("rows", [2, 4, 16])
@@ -355,29 +358,27 @@ shapes = st.builds(
 )
 
 
-def experienced(rng: Random, shape: DraftShape, rows: int) -> tuple[HostPlanner, list[TrackRecord]]:
+def experienced(rng: Random, shape: DraftShape, rows: int) -> tuple[Policy, list[TrackRecord]]:
     """Return a policy and rows with random measurements."""
-    planner = make_planner(shape)
+    policy = Policy(shape, adaptive=True)
     for _ in range(rng.randrange(12)):
-        planner.steps.observe(rng.choice([1, 1, rows]), rng.randint(rows, 64), rng.uniform(0.001, 0.1))
-        planner.observe_draft(rng.choice(planner.policy.shapes), rng.randint(1, rows), rng.uniform(0, 0.02))
+        policy.steps.observe(rng.choice([1, 1, rows]), rng.randint(rows, 64), rng.uniform(0.001, 0.1))
+        policy.observe_draft(rng.choice(policy.shapes), rng.randint(1, rows), rng.uniform(0, 0.02))
     track = TrackRecord()
     tracks = [TrackRecord(track) for _ in range(rows)]
     for own in tracks:
         for _ in range(rng.randrange(8)):
-            own.observe(rng.choice(planner.policy.shapes), depth := rng.randint(1, 9), rng.randint(0, depth))
-    return planner, tracks
+            own.observe(rng.choice(policy.shapes), depth := rng.randint(1, 9), rng.randint(0, depth))
+    return policy, tracks
 
 
 @given(shapes, st.lists(st.integers(-1, 12), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_what_is_planned_keeps_to_the_bounds_and_to_the_room(
     bounds: DraftShape, room: Sequence[int], rng: Random
 ) -> None:
-    planner, tracks = experienced(rng, bounds, len(room))
+    policy, tracks = experienced(rng, bounds, len(room))
     for _ in range(5):
-        for shape, deep in zip(
-            planner.plan(StepBatch(len(room), len(room)), tracks, room), room, strict=True
-        ):
+        for shape, deep in zip(policy.plan(StepBatch(len(room), len(room)), tracks, room), room, strict=True):
             if shape:
                 assert shape.num_steps <= min(bounds.num_steps, deep)
                 assert shape.topk <= bounds.topk and shape.num_draft_tokens <= bounds.num_draft_tokens
@@ -387,8 +388,8 @@ def test_what_is_planned_keeps_to_the_bounds_and_to_the_room(
 def test_a_cut_keeps_the_best_part_of_each_proposal(
     bounds: DraftShape, offered: Sequence[Proposal], rng: Random
 ) -> None:
-    planner, _ = experienced(rng, bounds, len(offered))
-    kept = planner.cut(StepBatch(len(offered), len(offered)), offered)
+    policy, _ = experienced(rng, bounds, len(offered))
+    kept = policy.cut(StepBatch(len(offered), len(offered)), offered)
     for own, whole in zip(kept, offered, strict=True):
         assert set(paths(own)) <= set(paths(whole))
         assert sorted(own.scores) == sorted(whole.scores)[len(whole.tree) - len(own.tree) :]
@@ -398,20 +399,20 @@ def test_a_cut_keeps_the_best_part_of_each_proposal(
 def test_what_is_not_adaptive_is_always_the_bounds(
     bounds: DraftShape, offered: Sequence[Proposal], rng: Random
 ) -> None:
-    planner, tracks = experienced(rng, bounds, len(offered))
-    planner.policy.adaptive = False
+    policy, tracks = experienced(rng, bounds, len(offered))
+    policy.adaptive = False
     batch, rows = StepBatch(len(offered), len(offered)), len(offered)
-    assert planner.plan(batch, tracks, [bounds.num_steps] * rows) == [bounds] * rows
-    assert planner.cut(batch, offered) == list(offered)
-    shortened = planner.plan(batch, tracks, [1] * rows)
+    assert policy.plan(batch, tracks, [bounds.num_steps] * rows) == [bounds] * rows
+    assert policy.cut(batch, offered) == list(offered)
+    shortened = policy.plan(batch, tracks, [1] * rows)
     assert [shape and shape.num_steps for shape in shortened] == [1] * rows
-    assert planner.plan(batch, tracks, [0] * rows) == [None] * rows
+    assert policy.plan(batch, tracks, [0] * rows) == [None] * rows
 
 
 def test_a_policy_that_knows_no_costs_drafts() -> None:
-    planner, chain = make_planner(CHAIN), Proposal.chain(0, [1, 2], [0.5, 0.4])
-    assert planner.plan(StepBatch(1, 1), [TrackRecord()], [9]) == [CHAIN]
-    assert planner.cut(StepBatch(1, 1), [chain]) == [chain]
+    policy, chain = Policy(CHAIN, adaptive=True), Proposal.chain(0, [1, 2], [0.5, 0.4])
+    assert policy.plan(StepBatch(1, 1), [TrackRecord()], [9]) == [CHAIN]
+    assert policy.cut(StepBatch(1, 1), [chain]) == [chain]
 
 
 def test_a_slow_hour_is_forgotten() -> None:
